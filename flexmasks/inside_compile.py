@@ -57,63 +57,42 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
 
     The result may or may not have the call's sinks, see Result.
     """
-    q_offset = cast(int | Tensor, request.q_offset)
-    size = unread(checked(q, k, v, request), q_offset)
-    if isinstance(q_offset, int):
-        if compat.has_static_value(q_offset):
-            q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
-        else:
-            q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
-            size = unread(size, q_offset)
-        request = request._replace(q_offset=q_offset)
+    request, size = _checked(q, k, v, request)
     mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
-    learns = torch.is_grad_enabled() and score is not None and score.learns()
-    # The tensors that a function captures are not known here.
-    may_learn = learns or (torch.is_grad_enabled() and score is not None and not is_readable(score))
-    needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if 0 in q.shape or 0 in k.shape:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
+    q_offset, resolved = cast(int | Tensor, request.q_offset), None
     block_mask = None if request.block_mask is None else widened(request.block_mask)
-    resolved = None
-    if block_mask is None:
+    if block_mask is not None:
+        of_mask = *_data_of_block_mask(block_mask, q.device), compat.constants(tuple(block_mask.BLOCK_SIZE))
+    else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         if not exports_any_length(q, k):
             # Raises errors of parameters, which torch would not show if they came later. In a program for any length
             # its comparisons would bind the lengths; `_chosen` raises those of the example.
             resolved = mask.resolve(size)
-        data = data_of(mask, q.device)
-        of_mask: tuple[Any, ...] = data, q_offset, None
-    else:
-        of_mask = *_data_of_block_mask(block_mask, q.device), compat.constants(tuple(block_mask.BLOCK_SIZE))
-    score_data = _data_of_score(score, q.device)
-    facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
+        of_mask = data_of(mask, q.device), q_offset, None
+    score_data, facts = _data_of_score(score, q.device), _facts_of(q, k, v, request, score)
     arguments = of_mask, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
     place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
     if place >= len(_NAMES):
         fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
     name = _NAMES[place]
+    if name in _DIRECT:
+        return _run_by_windows(name, request, *arguments)
+    by_tiles = name == "reference" and block_mask is None and _runs_by_tiles(q, score, score_data)
+    if by_tiles and compat.is_exporting():  # blocks in the graph would tie it to a range of lengths
+        call = ("mask", of_mask[0], q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
+        out, lse = _by_tiles(q, k, v, (), call)
+        return Result(out, lse if request.return_lse else None)
     if block_mask is None:
-        if name in _DIRECT:
-            given = request.sink_logits
-            sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
-            direct = _run_directly(name, sinks, *arguments)
-            return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
-        by_tiles = name == "reference" and _runs_by_tiles(q, score, score_data)
-        if by_tiles and compat.is_exporting():
-            # Blocks in the graph would tie it to a range of lengths.
-            call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
-            result = _by_tiles(q, k, v, (), call)
-            return Result(result[0], result[1] if request.return_lse else None)
         mask = cast(Mask, mask)
-        resolved = mask.resolve(size) if resolved is None else resolved
-        mask_mod = shifted_mask(_bound(mask, resolved, size, name, way_of_mask), _held(q_offset, name))
+        bound = _bound(mask, mask.resolve(size) if resolved is None else resolved, size, name, way_of_mask)
+        mask_mod = shifted_mask(bound, _held(q_offset, name))
         if name != "reference" or by_tiles:
-            block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
-            indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
-            lengths: Any = (size.q_len, size.kv_len)
-            block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
+            block_mask = _block_mask(of_mask[0], q_offset, q, k, size, name, mask_mod)
     elif way_of_mask:
         block_mask = copy.copy(block_mask)
         block_mask.mask_mod = mask_mod = _WAYS[way_of_mask - 1](block_mask.mask_mod)
@@ -124,19 +103,72 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         bound = _bound(score, score.resolve(size), size, name, way_of_score)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
-        result = _by_reference(q, k, v, request, mask, score, block_mask, mask_mod, score_mod)
-        return Result(result[0], result[1] if request.return_lse else None)
-    if not needs_grad:
+        out, lse = _by_reference(q, k, v, request, mask, score, block_mask, mask_mod, score_mod)
+        return Result(out, lse if request.return_lse else None)
+    if not facts.needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
+    return Result(*_by_flex(name, q, k, v, request, cast(compat.BlockMask, block_mask), score_mod))
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Request, Size]:
+    """Check all but mask and score; a symbolic number that says where queries start becomes a tensor."""
+    q_offset = cast(int | Tensor, request.q_offset)
+    size = unread(checked(q, k, v, request), q_offset)
+    if isinstance(q_offset, int):
+        if compat.has_static_value(q_offset):
+            q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
+        else:
+            q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
+            size = unread(size, q_offset)
+        request = request._replace(q_offset=q_offset)
+    return request, size
+
+
+def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None) -> _Facts:
+    learns = torch.is_grad_enabled() and score is not None and score.learns()
+    # The tensors that a function captures are not known here.
+    may_learn = learns or (torch.is_grad_enabled() and score is not None and not is_readable(score))
+    needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    return _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
+
+
+def _run_by_windows(name: str, request: Request, *arguments: Any) -> Result:
+    """Run a call on a backend that takes windows; its kernel may fold in the call's sinks."""
+    *_, q, k, v, _, _ = arguments
+    given = request.sink_logits
+    sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
+    results = _run_directly(name, sinks, *arguments)
+    return Result(results[0], results[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
+
+
+def _block_mask(
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
+) -> compat.BlockMask:
+    """Return a mask in the blocks that a backend takes."""
+    block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
+    lists = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+    lengths: Any = (size.q_len, size.kv_len)
+    return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
+
+
+def _by_flex(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    request: Request,
+    block_mask: compat.BlockMask,
+    score_mod: Callable[..., Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse, or None, of torch's flex_attention."""
     scale = request.scale
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex_kernels.widened(q, k, scale)
         q, k, v = flex_kernels.separate(q), flex_kernels.separate(k), flex_kernels.separate(v)
     backend = "FLASH" if name == "flash" else None
-    block_mask = cast(compat.BlockMask, block_mask)
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex_kernels.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
-    return Result(flex_kernels.separate(out) if name == "cpu" else out, lse)
+    return flex_kernels.separate(out) if name == "cpu" else out, lse
 
 
 def _without_pairs(
