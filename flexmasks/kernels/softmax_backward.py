@@ -111,13 +111,12 @@ def _backward_long(
 
 @triton.jit(do_not_specialize=unspecialized("dx", "dy", "y", "bounds"))
 def backward_kernel(
-    dx, dy, y, bounds,
+    dx, dy, y, bounds, scale,
     columns, n_rows, n_inner, n_blocks, n_one,
     dx_row, dx_inner, dx_one, dx_two,
     dy_row, dy_inner, dy_one, dy_two,
     y_row, y_inner, y_one, y_two,
     bounds_row, bounds_inner, bounds_one, bounds_two,
-    scale,
     GRAIN: tl.constexpr, DY_COLUMN: tl.constexpr, Y_COLUMN: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,

@@ -16,7 +16,6 @@ Triton kernels run both operators on a GPU in float16, bfloat16 and float32; pla
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,6 +88,9 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 # --- derivatives ---
+#
+# torch turns forward mode off inside a Function. Here it is turned on again: otherwise the outer ones of nested
+# transforms would treat the results as constants.
 
 
 class _OfSoftmax:
@@ -107,7 +109,7 @@ class _OfSoftmax:
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
         y, bounds = ctx.saved_tensors
-        with _forward_mode():
+        with compat.forward_derivatives(True):
             return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
 
 
@@ -131,7 +133,7 @@ class _OfSoftmaxBackward:
     @staticmethod
     def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
         dy, y, bounds = ctx.saved_tensors
-        with _forward_mode():
+        with compat.forward_derivatives(True):
             dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # level 0 is the only one
             d_dx = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
             if d_y is None:
@@ -143,7 +145,7 @@ class _OfSoftmaxBackward:
 
 @functools.cache
 def _function() -> Any:
-    """Return the Function of the softmax where no transform is active."""
+    """The Function of the softmax where no transform is active."""
 
     class Softmax(_OfSoftmax, compat.SingleLevelFunction):
         @staticmethod
@@ -154,13 +156,6 @@ def _function() -> Any:
             return y
 
     return Softmax
-
-
-def _forward_mode() -> contextlib.AbstractContextManager[object]:
-    """Turn forward mode on inside a Function, where torch turns it off: otherwise the outer ones of nested transforms
-    would treat the results as constants.
-    """
-    return compat.forward_derivatives(True)
 
 
 # --- registration ---
@@ -181,7 +176,7 @@ def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Calla
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Tensor:
                 *op_args, keyset = args
-                with compat.below_autograd(), torch.enable_grad(), _forward_mode():
+                with compat.below_autograd(), torch.enable_grad(), compat.forward_derivatives(True):
                     y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
                 saved = derivatives.saved(op_args, y)
                 ctx.save_for_backward(*saved)

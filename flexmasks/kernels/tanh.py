@@ -57,9 +57,8 @@ def _has_lowering() -> bool:
 
 @functools.cache
 def _lower() -> bool:
-    """Tell Inductor to compute the operator by the instruction, and return whether it can be told.
-
-    Untold, compiled kernels fail on the operator.
+    """Tell Inductor to compute the operator by the instruction, and return whether it can be told. Untold, compiled
+    kernels fail on the operator.
     """
     lowering, overrides, cute_unary = compat.lowering, compat.CuteOverrides, compat.cute_unary
     if lowering is None or overrides is None or cute_unary is None:

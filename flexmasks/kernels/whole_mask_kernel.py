@@ -201,9 +201,8 @@ def query_gradient_kernel(
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of some queries of one head.
-
-    Also writes, for the other kernel, the sum of out * d_out of each query, less the gradient of its lse.
+    """Compute the gradient of some queries of one head. Also writes, for the other kernel, the sum of out * d_out of
+    each query, less the gradient of its lse.
     """
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
