@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat
 
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of own kernels
 _NO_CONTEXT = contextlib.nullcontext()
 _PLAIN = Tensor, torch.nn.Parameter
 

@@ -254,7 +254,7 @@ def _needed_and_visible(key, kv_len, marks, interval, PARTIAL: tl.constexpr, BAN
 
 @triton.jit
 def _scores_of(products, weight, biases, scale, cap, CAP: tl.constexpr, SAME_BIAS: tl.constexpr):
-    """Scores, where there are neither a cap nor biases times log2(e)."""
+    """Scores of rows and keys; times log2(e) where there are neither a cap nor biases."""
     if not CAP and biases is None:
         return products * (scale * _LOG2_E)
     scores = products * scale
@@ -480,7 +480,6 @@ def join_kernel(
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Join the shares of one row."""
     line = tl.program_id(0)
     query = line % queries
     if LIST_HEADS > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks.cache import Launches
 from flexmasks.kernels.direct import shared_memory
-from flexmasks.kernels.few_queries_checks import TILE, check, check_band, check_place
+from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import Launch, compiled, dot_type, grain_of, layouts_of, new, strides_of, width_of
 
@@ -41,7 +41,7 @@ def attend_few(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_few; without `with_lse`, the lse is None."""
     lists = partial_counts, partial, full_counts, full, visible
-    tensors = _Tensors(q, k, v, page_table, *lists, None, None, weight, bias)
+    tensors = Inputs(q, k, v, page_table, *lists, None, None, weight, bias)
     return _run(tensors, scale, cap, _NO_BAND, with_lse)
 
 
@@ -52,7 +52,7 @@ def attend_band(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_band; without `with_lse`, the lse is None."""
     check_place(q_start)
-    tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
+    tensors = Inputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
     band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
     return _run(tensors, scale, cap, band, with_lse)
 
@@ -61,33 +61,8 @@ def _distance(bound: int | None) -> int:
     return _FARTHEST if bound is None else max(-_FARTHEST, min(bound, _FARTHEST))
 
 
-class _Tensors(NamedTuple):
-    """Tensors in the order of the kernel's arguments."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None
-    # The mask as lists of tiles:
-    partial_counts: Tensor | None
-    partial: Tensor | None
-    full_counts: Tensor | None
-    full: Tensor | None
-    visible: Tensor | None
-    # The tensors of a mask that is a band:
-    q_starts: Tensor | None
-    kv_lens: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @property
-    def counts(self) -> tuple[Tensor | None, ...]:
-        """The tensors from which kernels compute the numbers of tiles."""
-        return self.partial_counts, self.full_counts, self.q_starts, self.kv_lens
-
-
 def _run(
-    tensors: _Tensors, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
+    tensors: Inputs, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and lse; `band` is where the queries start, and the most keys to the left and to the right of a query."""
     q, v = tensors.q, tensors.v
@@ -157,9 +132,8 @@ def _choice(
     # than can run at a time even their times out.
     at_once = programs // beside - elements
     shares = min(at_once if at_once >= max(8, 2 * elements) else 4 * programs // beside, elements * tiles)
-    if tiles == 1 or shares <= elements:
-        return _Choice(program_rows, keys, warps, stages, 0)
-    return _Choice(program_rows, keys, warps, stages, shares + elements)
+    shares = 0 if tiles == 1 or shares <= elements else shares + elements
+    return _Choice(program_rows, keys, warps, stages, shares)
 
 
 @functools.cache
@@ -191,7 +165,7 @@ class _Sizes(NamedTuple):
     same: bool
 
 
-def _sizes_of(tensors: _Tensors) -> _Sizes:
+def _sizes_of(tensors: Inputs) -> _Sizes:
     q, k, _, page_table, *_ = tensors
     lists: Any = tensors[4:8]
     batch, heads, queries, _ = q.shape
@@ -212,16 +186,11 @@ def _sizes_of(tensors: _Tensors) -> _Sizes:
     return _Sizes(kv_len, page_size, group, key_heads, list_heads, batch * list_heads, rows, max(1, tiles), same)
 
 
-def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: bool) -> _Launch:
+def _launch(results: tuple[Tensor, Tensor | None], tensors: Inputs, has_cap: bool) -> _Launch:
     """Compile the kernels for the layout of some arguments; ValueError for those that the operator does not take."""
-    q, k, v, page_table, *_, q_starts, kv_lens, weight, bias = tensors
-    is_band = tensors.visible is None
-    if is_band:
-        check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
-    else:
-        given: Any = *tensors[:9], weight, bias
-        check(*given)
-    sizes, v_size = _sizes_of(tensors), v.shape[-1]
+    check(tensors)
+    q, is_band = tensors.q, tensors.visible is None
+    sizes, v_size = _sizes_of(tensors), tensors.v.shape[-1]
     elements, key_heads = sizes.elements, sizes.key_heads
     on_device = _processors(q.device), shared_memory(q.device)
     choice = _choice(sizes.rows, q.shape[-1], v_size, q.element_size(), elements, key_heads, sizes.tiles, *on_device)
@@ -246,7 +215,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     return _Launch(attend, join, lines)
 
 
-def _layout(tensors: _Tensors, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
+def _layout(tensors: Inputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
     """The strides that the first kernel takes, and its constants that follow from sizes and strides."""
     q, k, v, page_table, _, partial, _, full, visible, _, _, weight, bias = tensors
     q_grain, q_strides = _with_grain(strides_of(q, 3))
@@ -273,11 +242,11 @@ def _layout(tensors: _Tensors, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[in
     return strides, constants
 
 
-def _list_strides(tensors: _Tensors) -> list[int]:
+def _list_strides(tensors: Inputs) -> list[int]:
     return strides_of(tensors.partial_counts, 2) + strides_of(tensors.full_counts, 2)
 
 
-def _band_strides(tensors: _Tensors) -> list[int]:
+def _band_strides(tensors: Inputs) -> list[int]:
     return strides_of(tensors.q_starts, 1) + strides_of(tensors.kv_lens, 1)
 
 

@@ -20,8 +20,10 @@ from torch import Tensor
 from flexmasks.compat import raw_stream
 from flexmasks.kernels.compiling import announce_once
 
+Tensors: TypeAlias = Sequence[Tensor | None]
+Numbers: TypeAlias = tuple[Any, ...]
 # Takes the tensors of a kernel and the numbers behind them; the other arguments are the same at each launch.
-Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]
+Launch: TypeAlias = Callable[[Tensors, Numbers], None]
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,13 +74,7 @@ def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
 
 
 def compiled(
-    kernel: Any,
-    programs: int,
-    warps: int,
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[Any, ...],
-    fixed: tuple[Any, ...],
-    **options: Any,
+    kernel: Any, programs: int, warps: int, tensors: Tensors, numbers: Numbers, fixed: Numbers, **options: Any
 ) -> Launch:
     """Compile a kernel for tensors and numbers like these, and return its launch; `fixed` are the arguments behind
     them, which are the same at each launch, and `options` those of Triton.
@@ -91,7 +87,7 @@ def compiled(
     return launch_of(made, programs, fixed)
 
 
-def launch_of(made: Any, programs: int, fixed: tuple[Any, ...]) -> Launch:
+def launch_of(made: Any, programs: int, fixed: Numbers) -> Launch:
     """The launch of a compiled kernel on the current device. It does what made[(programs, 1, 1)] does, in half the
     host's time: it passes addresses, because Triton asks the driver about each tensor, and calls no hooks of Triton's
     profiler.
@@ -99,7 +95,7 @@ def launch_of(made: Any, programs: int, fixed: tuple[Any, ...]) -> Launch:
     run, function, metadata = made.run, made.function, made.packed_metadata
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def launch(tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> None:
+    def launch(tensors: Tensors, numbers: Numbers) -> None:
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *numbers, *fixed)
 

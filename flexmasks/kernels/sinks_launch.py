@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.launches import Launch, compiled, grain_of, layouts_of, new, strides_of
+from flexmasks.kernels.launches import Launch, Tensors, compiled, grain_of, layouts_of, new, strides_of
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
@@ -70,7 +70,7 @@ def gradients(
     return d_out, d_lse, d_sinks
 
 
-def _compiled(kernel: Any, tensors: Sequence[Tensor | None], with_strides: Sequence[Any], *counts: int) -> Launch:
+def _compiled(kernel: Any, tensors: Tensors, with_strides: Sequence[Any], *counts: int) -> Launch:
     """Compile a kernel for tensors like these, of which the sinks are the last one.
 
     with_strides: tensors whose strides the kernel takes. Those with rows like the output and those like the lse

@@ -123,13 +123,8 @@ def backward_kernel(
     HIDES: tl.constexpr,
 ):  # fmt: skip
     """Write dx = scale * (y * dy - y * sum(y * dy)), which is 0 where y is 0."""
-    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    row, is_row, inner, one, two = program_position(n_rows, n_inner, n_blocks, n_one, INNER, OUTER, ROWS)
     columns = columns * GRAIN
-    row = block.to(tl.int64)
-    is_row = True
-    if ROWS > 1:
-        row = row * ROWS + tl.arange(0, ROWS)[:, None]
-        is_row = row < n_rows
     dx += (row * dx_row + inner * dx_inner + one * dx_one + two * dx_two) * GRAIN
     dy += (row * dy_row + inner * dy_inner + one * dy_one + two * dy_two) * GRAIN
     y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN

@@ -244,13 +244,8 @@ def forward_kernel(
     """Write y = softmax(x * scale) over the visible columns, and 0 elsewhere. The argument `scale` is |scale| *
     log2(e), and SIGN is the sign of the scale.
     """
-    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    row, is_row, inner, one, two = program_position(n_rows, n_inner, n_blocks, n_one, INNER, OUTER, ROWS)
     columns = columns * GRAIN
-    row = block.to(tl.int64)
-    is_row = True
-    if ROWS > 1:
-        row = row * ROWS + tl.arange(0, ROWS)[:, None]
-        is_row = row < n_rows
     y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
     x += (row * x_row + inner * x_inner + one * x_one + two * x_two) * GRAIN
     first = 0

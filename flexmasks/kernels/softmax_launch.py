@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.launches import Launch, compiled, layouts_of
+from flexmasks.kernels.launches import Launch, Numbers, Tensors, compiled, layouts_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -158,9 +158,7 @@ class _Grid:
         """The number of programs that the rows take."""
         return -(-self.sizes[0] // self.config.rows)
 
-    def compiled(
-        self, kernel: Any, tensors: Sequence[Tensor | None], factor: float, numbers: tuple[Any, ...]
-    ) -> Launch:
+    def compiled(self, kernel: Any, tensors: Tensors, factor: float, numbers: Numbers) -> Launch:
         limit = {} if self.config.registers is None else {"maxnreg": self.config.registers}
         programs = self.blocks * math.prod(self.sizes[1:])
         return compiled(kernel, programs, self.config.warps, tensors, (factor,), numbers, **limit)
@@ -201,7 +199,7 @@ def _grid(kind: str, tensors: Sequence[Any], bounded: bool, shared: Tensor | Non
     )
 
 
-def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim]:
+def _merged(tensors: Tensors, shape: Sequence[int]) -> list[_Dim]:
     """The leading dimensions above size 1, merged where they are adjacent in the memory of all tensors."""
     dims: list[_Dim] = []
     for n, *strides in zip(shape, *(_strides(t, shape) for t in tensors), strict=True):

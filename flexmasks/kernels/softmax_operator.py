@@ -17,7 +17,7 @@ Triton kernels run both operators on a GPU in float16, bfloat16 and float32; pla
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,21 +26,9 @@ from torch.autograd import forward_ad
 
 from flexmasks import compat
 from flexmasks.kernels import softmax_plain
-from flexmasks.kernels.direct import is_plain, on
-from flexmasks.kernels.operators import library
+from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on
+from flexmasks.kernels.operators import define, library
 from flexmasks.kernels.softmax_plain import over_visible, row_dot
-
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-library.define(
-    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_forward_op = torch.ops.flexmasks.masked_softmax.default
-_backward_op = torch.ops.flexmasks.masked_softmax_backward.default
 
 
 def masked_softmax(
@@ -66,7 +54,7 @@ def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
 def _forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    if x.is_cuda and x.dtype in _TRITON_DTYPES:
+    if x.is_cuda and x.dtype in TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch  # Triton is not installed on every system
 
         with on(x.device):
@@ -75,7 +63,7 @@ def _forward(
 
 
 def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    if y.is_cuda and y.dtype in _TRITON_DTYPES:
+    if y.is_cuda and y.dtype in TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch
 
         with on(y.device):
@@ -85,6 +73,18 @@ def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_forward_op = define(
+    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
+    _forward,
+    _fake,
+)
+_backward_op = define(
+    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
+    _backward,
+    lambda dy, y, *_: _fake(y),
+)
 
 
 # --- derivatives ---
@@ -165,9 +165,7 @@ def _function() -> Any:
 # `_register` calls a Function for one transform after the other.
 
 
-def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Callable[..., Tensor]) -> None:
-    name = op._schema.name
-
+def _register(op: Any, derivatives: Any) -> None:
     @functools.cache
     def function() -> Any:
         class Dispatched(derivatives, compat.SingleLevelFunction):
@@ -197,9 +195,8 @@ def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Calla
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         return op(*_batched(info.batch_size, in_dims, args)), 0
 
-    library.impl(name, run, "CompositeExplicitAutograd")
+    name = op._schema.name
     library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(name, fake, lib=library)
     torch.library.register_vmap(name, vmapped, lib=library)
 
 
@@ -219,5 +216,5 @@ def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list
     return batched
 
 
-_register(_forward_op, _forward, _OfSoftmax, _fake)
-_register(_backward_op, _backward, _OfSoftmaxBackward, lambda dy, y, *_: _fake(y))
+_register(_forward_op, _OfSoftmax)
+_register(_backward_op, _OfSoftmaxBackward)

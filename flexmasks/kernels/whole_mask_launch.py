@@ -12,6 +12,7 @@ from flexmasks.cache import Launches
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
+    Tensors,
     compiled,
     dot_type,
     grain_of,
@@ -124,9 +125,7 @@ class Kernels:
         return d_q, d_k, d_v
 
 
-def _launch_of(
-    name: str, kernel: Any, tensors: Sequence[Tensor | None], mask: WholeMask, with_rows: Sequence[Tensor]
-) -> Launch:
+def _launch_of(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]) -> Launch:
     """Compile a kernel for tensors like these.
 
     with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.

@@ -189,8 +189,6 @@ def attention(
 
 
 class _Call(NamedTuple):
-    """A call of one process."""
-
     mesh: DeviceMesh
     place: Place
     mask: Mask | None
@@ -339,7 +337,6 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Exchange what is needed, and attend."""
     dtypes = [x.dtype for x in (q, k, v)]
     if len(set(dtypes)) > 1:
         _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
@@ -376,7 +373,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) 
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
-    """ "heads", "gather" or "seen", and for "seen" the keys that each process wants."""
+    """The way, "heads", "gather" or "seen", and for "seen" the keys that each process wants."""
     how, mesh, parts = call.how, call.mesh, call.parts
     if how == "seen":
         if mesh.ndim == 2:
@@ -391,8 +388,8 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
     if _distances(call, q) is None:  # then blocks are counted only where that saves most and is done once
-        key, tensors = _key_of(cast(Mask, call.mask))
-        if other == "heads" or key is None or tensors:
+        key, tensors = (None, []) if other == "heads" else _key_of(cast(Mask, call.mask))
+        if key is None or tensors:
             return other, ()
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])

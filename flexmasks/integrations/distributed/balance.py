@@ -254,7 +254,6 @@ def _between(own: Parts, first: int, last: int) -> Parts:
 
 
 def counted_masks(call: str, masks: Any) -> Counter[Mask]:
-    """Return each mask with the number of times that it occurs."""
     masks = list(masks) if isinstance(masks, Iterable) and not isinstance(masks, str | Mask) else [masks]
     if not masks:
         fail(call, "`masks` must hold at least one mask, got none.")
@@ -262,12 +261,10 @@ def counted_masks(call: str, masks: Any) -> Counter[Mask]:
 
 
 def batch_of(masks: Iterable[Mask]) -> int | None:
-    """The number of batch elements that the masks' tensors imply, or None."""
     return max((mask.batch_size() or 0 for mask in masks), default=0) or None
 
 
 def block_size_for(length: int, most_rows: int) -> int:
-    """Return 128, doubled until there are at most `most_rows` rows of blocks."""
     block_size = 128
     while block_size * most_rows < length:
         block_size *= 2

@@ -214,23 +214,10 @@ class _Layout(NamedTuple):
         return sum(size.numel() for size in self.sizes)
 
 
-def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that come from all processes, given those that go to them.
-
-    what: what the rows are, for errors.
-    come, sent: numbers of rows from and to each process, in the order of the rows.
-    """
-    with exchanging(what):
-        if compat.is_compiling():
-            return _traced_all_to_all(rows, list(come), list(sent), group)
-        buffer = rows.new_empty(sum(come), rows.shape[1])
-        dist.all_to_all_single(buffer, rows, list(come), list(sent), group)
-    return buffer
-
-
 class _Travel(NamedTuple):
-    """An exchange of rows: what they are, and their layout and numbers on both sides.
+    """An exchange of rows: what they are, for errors, and their layouts on both sides.
 
+    come, sent: numbers of rows from and to each process, in the order of the rows.
     strides: those of each result, or None for a result that shares the memory of the rows.
     of_gradients: strides of the gradients; by default those of the tensors.
     """
@@ -245,8 +232,14 @@ class _Travel(NamedTuple):
     of_gradients: tuple[int, ...] | None = None
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        rows = _all_to_all(self.what, self.here.packed(tensors), self.come, self.sent, self.group)
-        results = zip(self.there.unpacked(rows), self.strides, strict=True)
+        rows, come, sent = self.here.packed(tensors), list(self.come), list(self.sent)
+        with exchanging(self.what):
+            if compat.is_compiling():
+                rows_here = _traced_all_to_all(rows, come, sent, self.group)
+            else:
+                rows_here = rows.new_empty(sum(come), rows.shape[1])
+                dist.all_to_all_single(rows_here, rows, come, sent, self.group)
+        results = zip(self.there.unpacked(rows_here), self.strides, strict=True)
         return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
