@@ -248,14 +248,14 @@ def _compared(
 ) -> list[int]:
     """The lengths of all parts, if all processes make the same call; without `call` this process has failed."""
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
-    told: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
+    arguments: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
     if call is not None:
         learns = torch.is_grad_enabled()
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
-        told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
-        told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
-    texts = {name: repr(value) for name, value in told.items()}
-    return compare("attention", mesh, own, texts, call is None, [*map(_number, told.values())])
+        arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
+        arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
+    texts = {name: repr(value) for name, value in arguments.items()}
+    return compare("attention", mesh, own, texts, call is None, [*map(_number, arguments.values())])
 
 
 def _number(value: Any) -> int:

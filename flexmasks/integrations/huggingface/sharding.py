@@ -181,8 +181,8 @@ class Sharding:
         lengths = [length] * self.mesh.size()
         if self.check:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
-            told = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
-            texts = {"attention_mask or position_ids": told, "order": repr(self.order)}
+            shown = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
+            texts = {"attention_mask or position_ids": shown, "order": repr(self.order)}
             state = 4 * length + 2 * is_new + counts_from_0
             states = compare("attention", self.mesh, state, texts, bool(problem))
             lengths = [s >> 2 for s in states]
