@@ -29,7 +29,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode_cpu, dense_cpu, fa4_package, flex, sdpa, table, tiles
+from flexmasks.backends import decode_cpu, dense_cpu, fa4_package, flex_kernels, sdpa, table, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -86,7 +86,7 @@ def _cubed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor
 # backend, the function that runs out of memory, the call, and whether it learns
 OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "sdpa": ("sdpa", sdpa.F, "scaled_dot_product_attention", {"mask": "causal"}, False),
-    "compiled": ("cpu", flex, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
+    "compiled": ("cpu", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
     "dense forward": ("dense", dense_cpu.CpuDense, "forward", {"mask": "causal", "score": "alibi"}, True),
@@ -237,7 +237,7 @@ def test_a_full_gpu(mask: str) -> None:
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
     "sdpa": ("sdpa", "dense", sdpa.FusedCall, "__call__", {"mask": "causal"}),
     "dense": ("dense", "reference", dense_cpu.CpuDense, "__call__", {"mask": "sliding_window", "window": 20}),
-    "compiled": ("cpu", "reference", flex, "_run_kernel", {"mask": "sliding_window", "window": 20}),
+    "compiled": ("cpu", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
 
@@ -253,7 +253,7 @@ def test_the_next_backend_runs_the_call(
         _check(tensors, call)
     assert flexmasks.explain(*tensors, **call).backend == failing
     if at > 1:  # kernels that ran are called without a lookup
-        owner, function = (owner, function) if learns else (flex.Runner, "__call__")
+        owner, function = (owner, function) if learns else (flex_kernels.Runner, "__call__")
     with monkeypatch.context() as patched:
         calls = _fails(patched, owner, function, ValueError("the kernel broke"))
         _check(tensors, call)

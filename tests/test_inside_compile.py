@@ -974,7 +974,9 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
     assert next(name for name in found if not found[name]) == "flash"
     assert all(found[name].startswith("it knows only") for name in ("fa4", "sdpa"))
     assert reasons(causal, (128, 128), size=256)["flash"] == flash.only_blocks_of((128, 64))
-    assert reasons(causal, (128, 64), size=256)["flash"] == ""
+    for size, block_size in ((256, (128, 64)), (192, (128, 96)), (128, (128, 128))):
+        assert reasons(causal, block_size, size=size)["flash"] == ""
+    assert reasons(causal, (128, 128), size=192)["flash"] == flash.only_blocks_of((128, 96))
     found = reasons(("unknown", ""), (128, 128))
     assert next(name for name in found if not found[name]) == "triton"
     assert found["flash"] == "it may miscompile the function, which reads variables that may change"

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 import flexmasks
 from flexmasks import calls, pages
 from flexmasks.backends import fa4, fa4_kernel, fa4_package
-from flexmasks.backends import flex as kernels
+from flexmasks.backends import flex_kernels as kernels
 from flexmasks.plans import gathered
 from flexmasks.request import Request
 
