@@ -211,14 +211,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """A number of the command line, above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
 
 
 def import_modules(modules: list[str]) -> None:
-    """Import modules of the user's, which register masks or scores."""
     sys.path.insert(0, "")  # the installed command does not search the current folder otherwise
     for module in modules:
         try:
@@ -231,14 +229,14 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.pictures.show import draw
 
     name, length, width = arguments.name, arguments.length or 4096, text_width()
-    entries = [("mask", m) for m in list_masks()] + [("score", s) for s in list_scores()]
-    named = [(kind, e) for kind, e in entries if e.name == name]  # a mask and a score may share a name
+    named = [e for e in (*list_masks(), *list_scores()) if e.name == name]  # a mask and a score may share a name
     if not named:
         definition("score" if difflib.get_close_matches(name, [s.name for s in list_scores()]) else "mask", name)
     if arguments.save:
         check_kind(Path(arguments.save))
         check_writable(Path(arguments.save))
-    for kind, entry in named:
+    for entry in named:
+        kind = entry.kind
         defined = definition(kind, name)
         complete = given and _is_complete(defined, given)
         params = _with_example(defined, given, length)
@@ -255,7 +253,7 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
             block_size=arguments.block_size,
         )
         print(f"{picture}\n")
-        if arguments.save and (kind, entry) == named[0]:
+        if arguments.save and entry is named[0]:
             print(f"written to {picture.save(arguments.save)}\n")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import synchronize
 from flexmasks.integrations import huggingface
 
 try:

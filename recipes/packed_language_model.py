@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import flexmasks
 from _measure import DEVICE, ON_GPU, Row, check, finish, start
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import synchronize
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -227,9 +227,9 @@ def plan(
     blocks = np.zeros((ranks, q_heads))  # of one rank's queries, by head
     kept = np.zeros((ranks, ranks))  # tokens of each owner that a rank's queries see
     for mask, times in counted.items():
-        of_parts = CountedMask("plan", mask, length, block_size, batch, q_heads).of_parts(order.parts)
-        blocks += times * of_parts.blocks.numpy()
-        kept += times * _overlaps(of_parts.seen, order.parts)
+        of_mask, seen = CountedMask("plan", mask, length, block_size, batch, q_heads).of_parts(order.parts)
+        blocks += times * of_mask.numpy()
+        kept += times * _overlaps(seen, order.parts)
     paper = _Paper(order, sum(counted.values()), batch * dtype_bytes * head_size, q_heads, kv_heads)
     group = math.gcd(ranks, kv_heads)
     figures: dict[str, _Figures | str] = {

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 
 import flexmasks
 from _measure import Row, check, finish, start
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import synchronize
 from flexmasks.integrations import distributed
 from flexmasks.pictures.output import Share
 

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 import flexmasks
 from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start, textbook
-from flexmasks.bench.clock import interleaved
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import interleaved, synchronize
 from flexmasks.pictures.output import progress
 
 # batch, heads, key heads, room, head size

@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 
 import flexmasks
 from _measure import DEVICE, ON_GPU, Row, check, finish, start
-from flexmasks.bench.clock import interleaved
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import interleaved, synchronize
 
 Softmax = Callable[[Tensor, Tensor, float], Tensor]
 

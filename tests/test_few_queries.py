@@ -713,8 +713,8 @@ def test_launches_pass_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     x = torch.zeros(3)
-    launch = launches.launch_of(made, 5)
-    launch([x, None], (1.0, 3))
+    launch = launches.launch_of(made, 5, (3,))
+    launch([x, None], (1.0,))
     assert any(held is made for held in gc.get_referents(vars(launch)))  # nothing else may hold it
     made[(5, 1, 1)](x, None, 1.0, 3, stream=7)
     got, want = ([*arguments[:6], *arguments[9:]] for arguments in seen)  # the others are of hooks
@@ -766,7 +766,7 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     kernels = set()
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        arguments = *given[0], *given[1]
+        arguments = [a for part in given for a in part]
         constants = [a for p, a in zip(kernel.params, arguments, strict=True) if p.is_constexpr]
         specialized = [
             p.name
@@ -829,7 +829,7 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     made_kernels = []
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        arguments = *given[0], *given[1]
+        arguments = [a for part in given for a in part]
         named = dict(zip([p.name for p in kernel.params], arguments, strict=True))
         made_kernels.append((compiled_for_hopper(kernel, warps, arguments).asm["ptx"], named, warps))
         return lambda *_: None
@@ -856,7 +856,7 @@ def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made_kernels = []
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        made_kernels.append(compiled_for_hopper(kernel, warps, (*given[0], *given[1]), arch=86))
+        made_kernels.append(compiled_for_hopper(kernel, warps, tuple(a for part in given for a in part), arch=86))
         return lambda *_: None
 
     monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))

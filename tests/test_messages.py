@@ -560,11 +560,11 @@ def test_own_kernels_are_announced_once(monkeypatch: pytest.MonkeyPatch, caplog:
         said.append([r.getMessage() for r in caplog.records])
 
     monkeypatch.setattr(kernel, "warmup", warmup, raising=False)
-    monkeypatch.setattr(launches, "launch_of", lambda made, programs: None)
+    monkeypatch.setattr(launches, "launch_of", lambda *_: None)
     compiling.announce_once.cache_clear()
     with caplog.at_level(logging.INFO, "flexmasks"):
         for _ in range(3):
-            launches.compiled(kernel, 1, 4, [torch.zeros(1)], ())
+            launches.compiled(kernel, 1, 4, [torch.zeros(1)], (), ())
     line = "compiling test_messages.kernel: about 1 to 3 s (the least if it is on the disk)"
     assert said == [[line]] * 3  # before the compilation
 

@@ -421,7 +421,7 @@ def test_changing_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     kernels = set()
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        arguments = *given[0], *given[1]
+        arguments = [a for part in given for a in part]
         pairs = list(zip(kernel.params, arguments, strict=True))
         specialized = [
             p.name for p, a in pairs if isinstance(a, int) and not p.is_constexpr and not p.do_not_specialize

@@ -382,7 +382,7 @@ def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch)
     found = []
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        made = compiled_for_hopper(kernel, warps, (*given[0], *given[1]), arch)
+        made = compiled_for_hopper(kernel, warps, tuple(a for part in given for a in part), arch)
         assert made.metadata.shared <= {90: 227, 86: 99}[arch] * 2**10
         found.append(made)
         return lambda *_: None

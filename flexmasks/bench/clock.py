@@ -1,4 +1,4 @@
-"""Times of interleaved runs: wall time, or a GPU's own time."""
+"""The device that a command runs on, and times of interleaved runs: wall time, or a GPU's own time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from flexmasks.bench.console import synchronize
-
 Clock = Callable[[Callable[[], object], torch.device], float]
 WARMUP_RUNS = 2
 _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs to start a backward pass
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.bench.clock import interleaved
-from flexmasks.bench.console import device_name, synchronize
+from flexmasks.bench.clock import device_name, interleaved, synchronize
 from flexmasks.pictures.output import progress
 from flexmasks.spec.values import Mask, Score
 

@@ -12,8 +12,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
+from flexmasks.bench.clock import device_name, synchronize
 from flexmasks.bench.compare import Attend, pass_times
-from flexmasks.bench.console import device_name, synchronize
 from flexmasks.pictures.output import progress
 from flexmasks.pictures.show import draw
 
@@ -21,7 +21,6 @@ _CHECKED_HEADS = 2  # checking all heads in float64 would take long and show not
 
 
 def main() -> None:
-    """Run the demo, on a GPU if there is one."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     batch, heads, length, size = (16, 16, 8192, 64) if cuda else (2, 4, 2048, 64)
@@ -57,7 +56,6 @@ def main() -> None:
 
 
 def _show_log() -> None:
-    """Print what the library logs: what is compiled, and about how long that takes."""
     log = logging.getLogger("flexmasks")
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)

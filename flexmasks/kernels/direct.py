@@ -1,7 +1,4 @@
-"""Calls of own kernels without torch's dispatcher.
-
-The dispatcher takes 20 microseconds.
-"""
+"""Calls of own kernels without torch's dispatcher, which takes 20 microseconds."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat
 
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of own kernels
 _NO_CONTEXT = contextlib.nullcontext()
 _PLAIN = Tensor, torch.nn.Parameter
 
@@ -36,10 +34,7 @@ def _has_readable_memory(x: Tensor) -> bool:
 
 
 def has_memory(x: Tensor) -> bool:
-    """Return whether a tensor has memory, which a batch of gradients has not.
-
-    torch.autograd.grad(is_grads_batched=True) hands on such batches.
-    """
+    """Whether a tensor has memory; the batches of torch.autograd.grad(is_grads_batched=True) have none."""
     try:
         x.data_ptr()
     except RuntimeError:

@@ -48,10 +48,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmasks.kernels.direct import on
+from flexmasks.kernels.direct import TRITON_DTYPES, on
 from flexmasks.kernels.operators import NAMESPACE, define, library
 
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 256  # of a head, for the Triton kernels
 
 
@@ -73,7 +72,7 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:
-    return dtype in _TRITON_DTYPES and all(0 < n <= _LARGEST_SIZE and n % 8 == 0 for n in (k_size, v_size))
+    return dtype in TRITON_DTYPES and all(0 < n <= _LARGEST_SIZE and n % 8 == 0 for n in (k_size, v_size))
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:

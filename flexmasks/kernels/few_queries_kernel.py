@@ -5,7 +5,7 @@ S bytes, a byte for each query and key of partial tiles that are listed, and 4 b
 tiles are shared out, programs write 4 (size of values + 2) bytes for each row and share, which the second kernel reads.
 
 The mask comes in one of two forms: as lists of partial and full tiles, with a byte for each query and key, or with BAND
-    as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
+as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
     head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All
@@ -74,6 +74,18 @@ def _tiles_of_band(band, element, is_element):
     first_full = tl.minimum(tl.maximum(tl.cdiv(for_all, _TILE), first), end)
     end_full = tl.minimum(tl.maximum(end_for_all // _TILE, first_full), end)
     return first, first_full, end_full, end
+
+
+@triton.jit
+def _parts_of_band(band, element, is_element, query):
+    """An element's partial and full tiles, see `_tile_of`, and the keys that some query and that each row sees."""
+    queries = band[8]
+    first_tile, first_full, end_full, _ = _tiles_of_band(band, element, is_element)
+    start, length = _place_in_band(band, element, is_element)
+    first_key, end_key = _keys_of_band(band, 0, queries - 1, start, length)
+    first_of_row, end_of_row = _keys_of_band(band, query, query, start, length)
+    partial = first_tile, first_full - first_tile, end_full - first_full
+    return partial, (first_full, end_full - first_full, 0), (first_key, end_key, first_of_row, end_of_row)
 
 
 @triton.jit
@@ -177,43 +189,21 @@ def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 
 
 @triton.jit
-def _marks_of(
-    visible, start, kv_len, is_row,
-    KEYS: tl.constexpr, EVEN: tl.constexpr, VISIBLE_KEY: tl.constexpr, SAME: tl.constexpr,
-):  # fmt: skip
-    """The visible keys of a step, [KEYS] if they are the same for all rows, else [rows, KEYS]."""
+def _pairs_of(
+    x, start, kv_len, is_row, KEYS: tl.constexpr, EVEN: tl.constexpr, STRIDE: tl.constexpr, SAME: tl.constexpr
+):
+    """The marks or biases of a step, [KEYS] if they are the same for all rows, else [rows, KEYS]."""
     key = start + tl.arange(0, KEYS)
-    offsets = key.to(tl.int64) * VISIBLE_KEY
+    offsets = key.to(tl.int64) * STRIDE
     if SAME and EVEN:
-        marks = tl.load(visible + offsets)
+        pairs = tl.load(x + offsets)
     elif SAME:
-        marks = tl.load(visible + offsets, mask=key < kv_len, other=0)
+        pairs = tl.load(x + offsets, mask=key < kv_len, other=0)
     elif EVEN:
-        marks = tl.load(visible[:, None] + offsets[None, :], mask=is_row[:, None], other=0)
+        pairs = tl.load(x[:, None] + offsets[None, :], mask=is_row[:, None], other=0)
     else:
-        marks = tl.load(
-            visible[:, None] + offsets[None, :], mask=is_row[:, None] & (key < kv_len)[None, :], other=0
-        )  # fmt: skip
-    return marks
-
-
-@triton.jit
-def _bias_of(
-    bias, start, kv_len, is_row,
-    KEYS: tl.constexpr, EVEN: tl.constexpr, BIAS_KEY: tl.constexpr, SAME_BIAS: tl.constexpr,
-):  # fmt: skip
-    """The biases of a step, [1, KEYS] if they are the same for all rows, else [rows, KEYS]."""
-    key = (start + tl.arange(0, KEYS))[None, :]
-    at = bias + key.to(tl.int64) * BIAS_KEY if SAME_BIAS else bias[:, None] + key.to(tl.int64) * BIAS_KEY
-    if SAME_BIAS and EVEN:
-        biases = tl.load(at)
-    elif SAME_BIAS:
-        biases = tl.load(at, mask=key < kv_len, other=0.0)
-    elif EVEN:
-        biases = tl.load(at, mask=is_row[:, None], other=0.0)
-    else:
-        biases = tl.load(at, mask=is_row[:, None] & (key < kv_len), other=0.0)
-    return biases
+        pairs = tl.load(x[:, None] + offsets[None, :], mask=is_row[:, None] & (key < kv_len)[None, :], other=0)
+    return pairs
 
 
 @triton.jit
@@ -245,12 +235,58 @@ def _load_rows(
 
 
 @triton.jit
+def _needed_and_visible(key, kv_len, marks, interval, PARTIAL: tl.constexpr, BAND: tl.constexpr, SAME: tl.constexpr):
+    """The keys of a step that some row sees, and the pairs of rows and keys that see each other."""
+    if PARTIAL and BAND:
+        first_key, end_key, first_of_row, end_of_row = interval
+        needed = (key >= first_key) & (key < end_key)
+        is_visible = needed[None, :]
+        if not SAME:
+            is_visible = (key[None, :] >= first_of_row[:, None]) & (key[None, :] < end_of_row[:, None])
+    elif PARTIAL and not SAME:
+        needed = tl.max(marks.to(tl.int32), 0) != 0
+        is_visible = marks != 0
+    else:
+        needed = marks != 0 if PARTIAL else key < kv_len
+        is_visible = needed[None, :]
+    return needed, is_visible
+
+
+@triton.jit
+def _scores_of(products, weight, biases, scale, cap, CAP: tl.constexpr, SAME_BIAS: tl.constexpr):
+    """Scores of rows and keys; times log2(e) where there are neither a cap nor biases."""
+    if not CAP and biases is None:
+        return products * (scale * _LOG2_E)
+    scores = products * scale
+    if CAP:
+        scores = cap * tanh(scores / cap)
+    if biases is not None:
+        added = biases[None, :] if SAME_BIAS else biases
+        scores += added if weight is None else weight[:, None] * added
+    return scores
+
+
+@triton.jit
+def _weights_of(scores, row_max, IN_BASE_2: tl.constexpr):
+    """The largest scores of rows so far, the factor of their earlier sums, and the weights of scores."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
+    if IN_BASE_2:
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(row_max - base)
+    else:  # the product of a very low score and log2(e) would be infinite
+        weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
+        kept = tl.exp2((row_max - base) * _LOG2_E)
+    return new_max, kept, weights
+
+
+@triton.jit
 def _attend_tiles(
     row_max, total, acc, q, k, v, table, tiles, first, last, kv_len, is_row, visible, weight, bias, scale, cap,
     k_page, k_key, v_page, v_key,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr,
     VISIBLE_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, SAME_BIAS: tl.constexpr, CAP: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -268,61 +304,29 @@ def _attend_tiles(
     start = _start_of(_tile_of(tiles, first, last, STEPS, BAND), first, KEYS, STEPS)
     next_tile = _tile_of(tiles, first + 1, last, STEPS, BAND)
     pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
-    if BAND:
-        first_key, end_key, first_of_row, end_of_row = visible
+    marks, biases = None, None
     if LISTED:
-        marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
+        marks = _pairs_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
     if bias is not None:
-        biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
+        biases = _pairs_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
     for step in tl.range(first, last, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
-        exists = key < kv_len
-        needed = exists
-        if BAND and PARTIAL:
-            needed = (key >= first_key) & (key < end_key)
-            is_visible = needed[None, :]
-            if not SAME:
-                is_visible = (key[None, :] >= first_of_row[:, None]) & (key[None, :] < end_of_row[:, None])
-        elif PARTIAL and SAME:
-            needed = marks != 0
-            is_visible = needed[None, :]
-        elif PARTIAL:
-            needed = tl.max(marks.to(tl.int32), 0) != 0
-            is_visible = marks != 0
+        needed, is_visible = _needed_and_visible(key, kv_len, marks, visible, PARTIAL, BAND, SAME)
         keys = _load_rows(k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, ALL)
-        scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
-        if CAP or bias is not None:
-            scores *= scale
-            if CAP:
-                scores = cap * tanh(scores / cap)
-            if weight is not None:
-                scores += weight[:, None] * biases
-            elif bias is not None:
-                scores += biases
-        else:
-            scores *= scale * _LOG2_E
-        if PARTIAL:
+        products = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
+        scores = _scores_of(products, weight, biases, scale, cap, CAP, SAME_BIAS)
+        if not ALL:
             scores = tl.where(is_visible, scores, float("-inf"))
-        elif not ALL:
-            scores = tl.where(exists[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
-        if CAP or bias is not None:  # the product of a very low score and log2(e) would be infinite
-            weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
-            kept = tl.exp2((row_max - base) * _LOG2_E)
-        else:
-            weights = tl.exp2(scores - base[:, None])
-            kept = tl.exp2(row_max - base)
+        row_max, kept, weights = _weights_of(scores, row_max, not CAP and bias is None)
         total = total * kept + tl.sum(weights, 1)
-        row_max = new_max
         values = _load_rows(v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, ALL)
         acc = tl.dot(weights.to(values.dtype).to(DOT), values.to(DOT), acc * kept[:, None], input_precision="ieee")
         start = _start_of(next_tile, step + 1, KEYS, STEPS)
         pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
         if LISTED:
-            marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
+            marks = _pairs_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
         if bias is not None:
-            biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
+            biases = _pairs_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
         next_tile = _tile_of(tiles, step + 2, last, STEPS, BAND)
     return row_max, total, acc
 
@@ -411,13 +415,7 @@ def attend_kernel(
         if PAGE_SIZE > 0:
             table_row = (table + b * table_batch).to(tl.pointer_type(tl.int32), bitcast=True)
         if BAND:
-            first_tile, first_full, end_full, _ = _tiles_of_band(tiles, element, element < elements)
-            partial_tiles = first_tile, first_full - first_tile, end_full - first_full
-            full_tiles = first_full, n_full, 0
-            start, length = _place_in_band(tiles, element, element < elements)
-            first_key, end_key = _keys_of_band(tiles, 0, queries - 1, start, length)
-            first_of_row, end_of_row = _keys_of_band(tiles, query, query, start, length)
-            visible_rows = first_key, end_key, first_of_row, end_of_row
+            partial_tiles, full_tiles, visible_rows = _parts_of_band(tiles, element, element < elements, query)
         else:
             partial_tiles = partial + b * partial_batch + list_head * partial_head
             full_tiles = full + b * full_batch + list_head * full_head
@@ -427,35 +425,29 @@ def attend_kernel(
                 visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
             else:
                 visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
-        if bias is None:
-            bias_rows: tl.constexpr = None
-        elif SAME_BIAS:
+        weights, bias_rows = None, bias
+        if bias is not None and SAME_BIAS:
             bias_rows = bias + b * bias_batch * GRAIN
-        else:
+        elif bias is not None:
             bias_rows = bias + (b * bias_batch + head * bias_head + query * bias_query) * GRAIN
-        if weight is None:
-            weights: tl.constexpr = None
-        else:
+        if weight is not None:
             at = weight + (b * weight_batch + head * weight_head + query * weight_query)
             weights = tl.load(at, mask=is_row, other=0.0)
 
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
-        row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table_row, full_tiles,
-            tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
-            kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
-            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, False,
-        )  # fmt: skip
-        row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table_row, partial_tiles,
-            tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
-            kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
-            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, True,
-        )  # fmt: skip
+        for PARTIAL in tl.static_range(2):  # first the full tiles
+            if PARTIAL:
+                part, first, last = partial_tiles, tl.minimum(begin, n_partial), tl.minimum(end, n_partial)
+            else:
+                part, first, last = full_tiles, tl.maximum(begin - n_partial, 0), tl.maximum(end - n_partial, 0)
+            row_max, total, acc = _attend_tiles(
+                row_max, total, acc, q_rows, k, v, table_row, part, first * STEPS, last * STEPS,
+                kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
+                K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN,
+                VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, PARTIAL,
+            )  # fmt: skip
 
         is_empty = total == 0  # NaN is not empty
         acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
@@ -488,7 +480,6 @@ def join_kernel(
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Join the shares of one row."""
     line = tl.program_id(0)
     query = line % queries
     if LIST_HEADS > 1:

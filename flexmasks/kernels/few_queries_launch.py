@@ -11,18 +11,9 @@ from torch import Tensor
 
 from flexmasks.cache import Launches
 from flexmasks.kernels.direct import shared_memory
-from flexmasks.kernels.few_queries_checks import TILE, check, check_band, check_place
+from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
-from flexmasks.kernels.launches import (
-    Launch,
-    compiled,
-    dot_type,
-    grain_of,
-    layouts_of,
-    new,
-    strides_of,
-    width_of,
-)
+from flexmasks.kernels.launches import Launch, compiled, dot_type, grain_of, layouts_of, new, strides_of, width_of
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
@@ -33,13 +24,11 @@ _NO_BAND = (0, 0, 0)
 
 
 class _Launch(NamedTuple):
-    """Arguments of the kernels for calls of one layout, without tensors, scale, cap and band."""
+    """The kernels for calls of one layout."""
 
     attend: Launch
-    attend_scalars: tuple[Any, ...]  # numbers and constants
-    join: Launch | None  # None if programs write the result themselves
-    join_scalars: tuple[Any, ...]
-    lines: int  # rows of all shares
+    join: Launch | None = None  # None if programs write the result themselves
+    lines: int = 0  # rows of all shares
 
 
 _launches: Launches[_Launch] = Launches("few_queries")
@@ -52,7 +41,7 @@ def attend_few(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_few; without `with_lse`, the lse is None."""
     lists = partial_counts, partial, full_counts, full, visible
-    tensors = _Tensors(q, k, v, page_table, *lists, None, None, weight, bias)
+    tensors = Inputs(q, k, v, page_table, *lists, None, None, weight, bias)
     return _run(tensors, scale, cap, _NO_BAND, with_lse)
 
 
@@ -63,43 +52,17 @@ def attend_band(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_band; without `with_lse`, the lse is None."""
     check_place(q_start)
-    tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
+    tensors = Inputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
     band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
     return _run(tensors, scale, cap, band, with_lse)
 
 
 def _distance(bound: int | None) -> int:
-    """A bound of a band as an int32."""
     return _FARTHEST if bound is None else max(-_FARTHEST, min(bound, _FARTHEST))
 
 
-class _Tensors(NamedTuple):
-    """Tensors in the order of the kernel's arguments."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None
-    # The mask as lists of tiles:
-    partial_counts: Tensor | None
-    partial: Tensor | None
-    full_counts: Tensor | None
-    full: Tensor | None
-    visible: Tensor | None
-    # The tensors of a mask that is a band:
-    q_starts: Tensor | None
-    kv_lens: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @property
-    def counts(self) -> tuple[Tensor | None, ...]:
-        """The tensors from which kernels compute the numbers of tiles."""
-        return self.partial_counts, self.full_counts, self.q_starts, self.kv_lens
-
-
 def _run(
-    tensors: _Tensors, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
+    tensors: Inputs, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and lse; `band` is where the queries start, and the most keys to the left and to the right of a query."""
     q, v = tensors.q, tensors.v
@@ -115,9 +78,9 @@ def _run(
     shared = None  # programs write the result themselves
     if launch.join is not None:
         shared = new((launch.lines * (v.shape[-1] + 2),), torch.float32, q.device)
-    launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band, *launch.attend_scalars))
+    launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band))
     if launch.join is not None:
-        launch.join((out, lse, shared, *tensors.counts), (*band, *launch.join_scalars))
+        launch.join((out, lse, shared, *tensors.counts), band)
     return out, lse
 
 
@@ -140,16 +103,9 @@ class _Choice(NamedTuple):
 
 
 def _choice(
-    rows: int,
-    k_size: int,
-    v_size: int,
-    itemsize: int,
-    elements: int,
-    key_heads: int,
-    tiles: int,
-    processors: int,
+    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int, processors: int,
     memory: int = _SHARED_MEMORY,
-) -> _Choice:
+) -> _Choice:  # fmt: skip
     """rows: queries times query heads that share a key head.
     itemsize: bytes of a number in q, k and v.
     elements, tiles: what the lists of tiles belong to, and the most tiles of one.
@@ -176,9 +132,8 @@ def _choice(
     # than can run at a time even their times out.
     at_once = programs // beside - elements
     shares = min(at_once if at_once >= max(8, 2 * elements) else 4 * programs // beside, elements * tiles)
-    if tiles == 1 or shares <= elements:
-        return _Choice(program_rows, keys, warps, stages, 0)
-    return _Choice(program_rows, keys, warps, stages, shares + elements)
+    shares = 0 if tiles == 1 or shares <= elements else shares + elements
+    return _Choice(program_rows, keys, warps, stages, shares)
 
 
 @functools.cache
@@ -189,85 +144,110 @@ def _processors(device: torch.device) -> int:
 # --- a launch ---
 
 
-def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: bool) -> _Launch:
-    """Compile the kernels for the layout of some arguments; ValueError for those that the operator does not take."""
-    q, k, v, page_table, *_, q_starts, kv_lens, weight, bias = tensors
-    listed: Any = tensors[4:9]
-    partial_counts, partial, full_counts, full, visible = listed
-    is_band = visible is None
-    if is_band:
-        check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
-    else:
-        check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
-    out, lse = results
-    batch, heads, queries, k_size = q.shape
-    v_size = v.shape[-1]
-    page_size, page_words, kv_len, key_heads = 0, 0, k.shape[2], k.shape[1]
+class _Sizes(NamedTuple):
+    """Sizes of a call.
+
+    page_size: keys of a page, 0 without pages.
+    key_heads, rows: key heads of an element, and rows of a key head.
+    list_heads: heads of the lists of tiles; an element is one of them, of a batch element.
+    tiles: the most tiles of an element.
+    same: whether all rows of a program see the same keys.
+    """
+
+    kv_len: int
+    page_size: int
+    group: int
+    key_heads: int
+    list_heads: int
+    elements: int
+    rows: int
+    tiles: int
+    same: bool
+
+
+def _sizes_of(tensors: Inputs) -> _Sizes:
+    q, k, _, page_table, *_ = tensors
+    lists: Any = tensors[4:8]
+    batch, heads, queries, _ = q.shape
+    page_size, kv_len, key_heads = 0, k.shape[2], k.shape[1]
     if page_table is not None:
         _, page_size, key_heads, _ = k.shape
-        page_words = page_table.element_size() // 4
         kv_len = page_table.shape[1] * page_size
-    group = heads // key_heads
-    list_heads = 1 if is_band else max(t.shape[1] for t in listed[:4])
-    elements = batch * list_heads
+    group, list_heads, visible_heads, tiles = heads // key_heads, 1, 1, -(-kv_len // TILE)
+    if tensors.visible is not None:
+        list_heads, visible_heads = max(t.shape[1] for t in lists), tensors.visible.shape[1]
+        tiles = min(tiles, sum(t.shape[-1] for t in lists[1::2]))
     rows = queries
     if list_heads == 1:  # the query heads of a key head share its tiles
         rows *= group
     else:
         key_heads = 1
-    tiles = -(-kv_len // TILE) if is_band else min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1])
-    tiles = max(1, tiles)
-    # All rows of a program see the same keys.
-    same = rows == 1 or (queries == 1 and (is_band or visible.shape[1] == 1))
+    same = rows == 1 or (queries == visible_heads == 1)
+    return _Sizes(kv_len, page_size, group, key_heads, list_heads, batch * list_heads, rows, max(1, tiles), same)
+
+
+def _launch(results: tuple[Tensor, Tensor | None], tensors: Inputs, has_cap: bool) -> _Launch:
+    """Compile the kernels for the layout of some arguments; ValueError for those that the operator does not take."""
+    check(tensors)
+    q, is_band = tensors.q, tensors.visible is None
+    sizes, v_size = _sizes_of(tensors), tensors.v.shape[-1]
+    elements, key_heads = sizes.elements, sizes.key_heads
     on_device = _processors(q.device), shared_memory(q.device)
-    choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, *on_device)
+    choice = _choice(sizes.rows, q.shape[-1], v_size, q.element_size(), elements, key_heads, sizes.tiles, *on_device)
     split = choice.shares > 0
-    row_blocks = -(-rows // choice.rows)
+    row_blocks = -(-sizes.rows // choice.rows)
     programs = (choice.shares if split else elements) * key_heads * row_blocks
     lines = programs * choice.rows
-    shared = torch.empty(1, device=q.device) if split else None
-    q_grain, q_strides = _with_grain(strides_of(q, 3))
-    k_grain, k_strides = _with_grain(_key_strides(k, page_size))
-    v_grain, v_strides = _with_grain(_key_strides(v, page_size))
-    count_strides = (*strides_of(partial_counts, 2), *strides_of(full_counts, 2))
-    band_strides = (*strides_of(q_starts, 1), *strides_of(kv_lens, 1))
-    pair_grain, (*visible_strides, bias_batch, bias_head, bias_query) = _with_grain(
-        [*strides_of(visible, 3), *strides_of(bias, 3)]
-    )
-    is_same_bias = bias_head == bias_query == 0
-    is_even = kv_len > 0 and kv_len % TILE == 0 and not (is_band and bias is None)  # a band alone makes no use of it
-    lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
-    numbers = (
-        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
-        *(*q_strides, *k_strides, *v_strides, *strides_of(page_table, 1)),
-        *(*count_strides, *strides_of(partial, 2), *strides_of(full, 2)),
-        *(*visible_strides, *band_strides),
-        *(*strides_of(weight, 3), bias_batch, bias_head, bias_query),
-    )
-    constants = (
-        *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
-        *(k_size, v_size, width_of(k_size), width_of(v_size), q_grain, k_grain, v_grain),
-        *(page_size, page_words, is_even, pair_grain),
-        *(_last_stride(visible), _last_stride(bias), same, is_same_bias),
-        *(has_cap, dot_type(q.dtype, attend_kernel), is_band),
-    )
-    attend_scalars = *numbers, *constants
-    attend = compiled(
-        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors), (1.0, 1.0, *_NO_BAND, *attend_scalars)
-    )
+    numbers = sizes.kv_len, q.shape[2], elements, choice.shares, key_heads, row_blocks
+    lists = sizes.group, sizes.list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS
+    of_steps = *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split
+    strides, constants = _layout(tensors, sizes)
+    of_call = has_cap, dot_type(q.dtype, attend_kernel), is_band
+    fixed = *numbers, sizes.rows, lines, *strides, *of_steps, *constants, *of_call
+    outputs = *results, torch.empty(1, device=q.device) if split else None
+    attend = compiled(attend_kernel, programs, choice.warps, (*outputs, *tensors), (1.0, 1.0, *_NO_BAND), fixed)
     if not split:
-        return _Launch(attend, attend_scalars, None, (), 0)
-    join_numbers = (
-        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, lines),
-        *(*count_strides, *band_strides),
-    )
+        return _Launch(attend)
     together = 8 if choice.shares <= 8 * elements else 2**13 // width_of(v_size)  # shares of a step
-    join_constants = (group, *lists, choice.rows, v_size, width_of(v_size), together, is_band)
-    join_scalars = *join_numbers, *join_constants
-    join = compiled(
-        join_kernel, batch * heads * queries, 4, (out, lse, shared, *tensors.counts), (*_NO_BAND, *join_scalars)
+    constants = choice.rows, v_size, width_of(v_size), together, is_band
+    fixed = *numbers, lines, *_list_strides(tensors), *_band_strides(tensors), *lists, *constants
+    join = compiled(join_kernel, q.shape[:3].numel(), 4, (*outputs, *tensors.counts), _NO_BAND, fixed)
+    return _Launch(attend, join, lines)
+
+
+def _layout(tensors: Inputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
+    """The strides that the first kernel takes, and its constants that follow from sizes and strides."""
+    q, k, v, page_table, _, partial, _, full, visible, _, _, weight, bias = tensors
+    q_grain, q_strides = _with_grain(strides_of(q, 3))
+    k_grain, k_strides = _with_grain(_key_strides(k, sizes.page_size))
+    v_grain, v_strides = _with_grain(_key_strides(v, sizes.page_size))
+    pair_grain, pair_strides = _with_grain([*strides_of(visible, 3), *strides_of(bias, 3)])
+    strides = (
+        *(*q_strides, *k_strides, *v_strides, *strides_of(page_table, 1)),
+        *(*_list_strides(tensors), *strides_of(partial, 2), *strides_of(full, 2)),
+        *(*pair_strides[:3], *_band_strides(tensors)),
+        *(*strides_of(weight, 3), *pair_strides[3:]),
     )
-    return _Launch(attend, attend_scalars, join, join_scalars, lines)
+    page_words = 0 if page_table is None else page_table.element_size() // 4
+    is_even = sizes.kv_len > 0 and sizes.kv_len % TILE == 0
+    if visible is None and bias is None:
+        is_even = False  # a band alone makes no use of it
+    is_same_bias = not any(pair_strides[4:])
+    k_size, v_size = q.shape[-1], v.shape[-1]
+    constants = (
+        *(k_size, v_size, width_of(k_size), width_of(v_size), q_grain, k_grain, v_grain),
+        *(sizes.page_size, page_words, is_even, pair_grain),
+        *(_last_stride(visible), _last_stride(bias), sizes.same, is_same_bias),
+    )
+    return strides, constants
+
+
+def _list_strides(tensors: Inputs) -> list[int]:
+    return strides_of(tensors.partial_counts, 2) + strides_of(tensors.full_counts, 2)
+
+
+def _band_strides(tensors: Inputs) -> list[int]:
+    return strides_of(tensors.q_starts, 1) + strides_of(tensors.kv_lens, 1)
 
 
 def _last_stride(tensor: Tensor | None) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmasks.kernels.direct import on
 from flexmasks.kernels.operators import define
 
 
@@ -19,7 +20,7 @@ def _run(partial: Tensor, full: Tensor) -> list[Tensor]:
     if partial.is_cuda:
         from flexmasks.kernels.index_lists_kernel import lists_of  # needs Triton
 
-        with torch.cuda.device(partial.device):  # Triton launches on the current device
+        with on(partial.device):
             return [*lists_of(partial, full, by_row=True), *lists_of(partial, full, by_row=False)]
     return plain_index_lists(partial, full)
 

@@ -11,7 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_CHUNK = 4096  # places of a line that one program holds
+MAX_CHUNK = 4096  # places of a line that one program holds
+
+
+@triton.jit
+def list_chunk(is_marked, places, count, before, start, end, CHUNK: tl.constexpr):
+    """Write the part of a list that a chunk of places makes; return how many places up to its end are marked.
+
+    count, before: how many of all places are marked, and of those before the chunk.
+    """
+    place = start + tl.arange(0, CHUNK)
+    up_to_place = before + tl.cumsum(is_marked, 0)
+    in_list = tl.where(is_marked != 0, up_to_place - 1, count + place - up_to_place)
+    tl.store(places + in_list, place, mask=place < end)
+    return before + tl.sum(is_marked)
 
 
 @triton.jit
@@ -37,10 +50,7 @@ def _list_lines(
     for start in range(0, places, CHUNK):
         place = start + offsets
         is_marked = tl.load(marked + place.to(tl.int64) * place_stride, mask=place < places, other=0).to(tl.int32)
-        up_to_place = before + tl.cumsum(is_marked, 0)
-        in_list = tl.where(is_marked != 0, up_to_place - 1, count + place - up_to_place)
-        tl.store(lists + in_list, place, mask=place < places)
-        before += tl.sum(is_marked)
+        before = list_chunk(is_marked, lists, count, before, start, places, CHUNK)
 
 
 def lists_of(partial: Tensor, full: Tensor, by_row: bool) -> list[Tensor]:
@@ -53,7 +63,7 @@ def lists_of(partial: Tensor, full: Tensor, by_row: bool) -> list[Tensor]:
         torch.empty((batch, heads, lines, *more), dtype=torch.int32, device=partial.device)
         for more in ((), (places,), (), (places,))
     ]
-    chunk = min(triton.next_power_of_2(places), _MAX_CHUNK)
+    chunk = min(triton.next_power_of_2(places), MAX_CHUNK)
     grid = batch * heads * lines, 2
     numbers = partial.view(torch.uint8), full.view(torch.uint8)
     _list_lines[grid](

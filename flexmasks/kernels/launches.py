@@ -1,8 +1,8 @@
 """Helpers of launches of Triton kernels.
 
 The first call of a layout chooses tile sizes and compiles the kernel. Its launch is kept, so later calls of the same
-    layout only pass their tensors. Kernels get strides divided by a grain, and multiply them by it: that proves their
-    alignment to the compiler, so that one kernel works for all lengths.
+layout only pass their tensors. Kernels get strides divided by a grain, and multiply them by it: that proves their
+alignment to the compiler, so that one kernel works for all lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch import Tensor
 from flexmasks.compat import raw_stream
 from flexmasks.kernels.compiling import announce_once
 
-Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, then scalars
+Tensors: TypeAlias = Sequence[Tensor | None]
+Numbers: TypeAlias = tuple[Any, ...]
+# Takes the tensors of a kernel and the numbers behind them; the other arguments are the same at each launch.
+Launch: TypeAlias = Callable[[Tensors, Numbers], None]
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,36 +73,31 @@ def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
-def announce(kernel: Any) -> None:
-    if isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
-        announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
-
-
 def compiled(
-    kernel: Any, programs: int, warps: int, tensors: Sequence[Tensor | None], scalars: tuple[Any, ...]
+    kernel: Any, programs: int, warps: int, tensors: Tensors, numbers: Numbers, fixed: Numbers, **options: Any
 ) -> Launch:
-    """Compile a kernel for tensors like these, and return its launch; `scalars` are its arguments behind the tensors,
-    or values of their types.
+    """Compile a kernel for tensors and numbers like these, and return its launch; `fixed` are the arguments behind
+    them, which are the same at each launch, and `options` those of Triton.
     """
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         run = kernel[(programs,)]
-        return lambda tensors, scalars: run(*tensors, *scalars)
-    announce(kernel)
-    return launch_of(kernel.warmup(*tensors, *scalars, grid=(programs,), num_warps=warps), programs)
+        return lambda tensors, numbers: run(*tensors, *numbers, *fixed)
+    announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
+    made = kernel.warmup(*tensors, *numbers, *fixed, grid=(programs,), num_warps=warps, **options)
+    return launch_of(made, programs, fixed)
 
 
-def launch_of(made: Any, programs: int) -> Launch:
-    """The launch of a compiled kernel on the current device.
-
-    It does what made[(programs, 1, 1)] does, in half the host's time: it passes addresses, because Triton asks the
-    driver about each tensor, and calls no hooks of Triton's profiler.
+def launch_of(made: Any, programs: int, fixed: Numbers) -> Launch:
+    """The launch of a compiled kernel on the current device. It does what made[(programs, 1, 1)] does, in half the
+    host's time: it passes addresses, because Triton asks the driver about each tensor, and calls no hooks of Triton's
+    profiler.
     """
     run, function, metadata = made.run, made.function, made.packed_metadata
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def launch(tensors: Sequence[Tensor | None], scalars: tuple[Any, ...]) -> None:
+    def launch(tensors: Tensors, numbers: Numbers) -> None:
         addresses = [None if x is None else x.data_ptr() for x in tensors]
-        run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *scalars)
+        run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *numbers, *fixed)
 
     launch.made = made  # type: ignore[attr-defined] # from Triton 3.8 on, the function is unloaded when nothing has it
     return launch

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.errors import passing_error
-from flexmasks.kernels.direct import is_plain, on, on_gpu
+from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on, on_gpu
 
 _log = logging.getLogger("flexmasks")
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 1024  # of a head, for the Triton kernels
 # They take the place of an lse and a sink of -inf, whose difference would be NaN. The lse gets the lower number: keys
 # have no share of a row that sees nothing.
@@ -57,7 +56,7 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
 def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
     return (
         on_gpu(out.device)
-        and out.dtype in _TRITON_DTYPES
+        and out.dtype in TRITON_DTYPES
         and lse.dtype == torch.float32
         and out.ndim in (3, 4)
         and 0 < out.shape[-1] <= _LARGEST_SIZE

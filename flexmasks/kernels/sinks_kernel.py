@@ -39,9 +39,8 @@ def _position(heads, blocks, ROWS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def _shares(lse, sink):
-    """The shares of keys and sink in the weights, the sigmoids of lse - sink and of sink - lse, and their common lse.
-
-    A row that sees nothing has an lse of -inf. Then the sink has all the weight, and if it is -inf itself, none.
+    """The shares of keys and sink in the weights, the sigmoids of lse - sink and of sink - lse, and their common lse. A
+    row that sees nothing has an lse of -inf. Then the sink has all the weight, and if it is -inf itself, none.
     """
     sees_nothing = lse == float("-inf")
     distance = tl.where(sees_nothing, _LOWEST, lse) - sink

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.launches import compiled, grain_of, layouts_of, new, strides_of
+from flexmasks.kernels.launches import Launch, Tensors, compiled, grain_of, layouts_of, new, strides_of
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
 _FEW, _WARPS_OF_FEW = 8, 1  # rows of a program if a head has no more, as in decoding
 _MAX_ROWS = 256
 _CHUNK = 1024  # parts of a sum that are added together
-_launches: Launches[Callable[..., Any]] = Launches("sinks")
+_launches: Launches[Launch] = Launches("sinks")
 
 
 def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool) -> tuple[Tensor, Tensor | None]:
@@ -32,10 +32,9 @@ def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool
     key = "fold", with_lse, in_place, out.device.index, *layouts_of(out, lse, sinks)
     launch = _launches.get(key)
     if launch is None:
-        tiling = _Tiling.of(out, lse, (new_out, out))
-        numbers = *tiling.numbers, *tiling.strides(new_out, new_lse, out, lse), *sinks.stride()
-        launch = _kept(key, fold_kernel, tiling.programs, tiling.warps, tensors, (*numbers, *tiling.constants))
-    launch(*tensors)
+        launch = _compiled(fold_kernel, tensors, tensors[:-1])
+        _launches.keep(key, launch)
+    launch(tensors, ())
     return new_out, new_lse
 
 
@@ -58,62 +57,40 @@ def gradients(
     key = "gradients", *wanted, out.device.index, *layouts_of(*given)
     launch = _launches.get(key)
     if launch is None:
-        tiling = _Tiling.of(out, lse, (d_out, d_new_out, out))
-        strides = tiling.strides(d_out, d_lse, d_new_out, d_new_lse, out, lse)
-        numbers = *tiling.numbers, count, *strides, *sinks.stride()
-        launch = _kept(key, gradients_kernel, tiling.programs, tiling.warps, tensors, (*numbers, *tiling.constants))
-    launch(*tensors)
+        launch = _compiled(gradients_kernel, tensors, (d_out, d_lse, d_new_out, d_new_lse, out, lse), count)
+        _launches.keep(key, launch)
+    launch(tensors, ())
     if partial is not None:
         key = "sum", partial.shape, sinks.dtype, sinks.device.index
         launch = _launches.get(key)
         if launch is None:
-            launch = _kept(key, sum_kernel, heads, _WARPS, (d_sinks, partial), (count, _CHUNK))
-        launch(d_sinks, partial)
+            launch = compiled(sum_kernel, heads, _WARPS, (d_sinks, partial), (), (count, _CHUNK))
+            _launches.keep(key, launch)
+        launch((d_sinks, partial), ())
     return d_out, d_lse, d_sinks
 
 
-def _kept(
-    key: Hashable,
-    kernel: Any,
-    programs: int,
-    warps: int,
-    tensors: tuple[Tensor | None, ...],
-    scalars: tuple[Any, ...],
-) -> Callable[..., Any]:
-    """Compile a kernel, and keep its launch, which takes tensors of the same layouts."""
-    run = compiled(kernel, programs, warps, tensors, scalars)
+def _compiled(kernel: Any, tensors: Tensors, with_strides: Sequence[Any], *counts: int) -> Launch:
+    """Compile a kernel for tensors like these, of which the sinks are the last one.
 
-    def launch(*tensors: Tensor | None) -> None:
-        run(tensors, scalars)
-
-    _launches.keep(key, launch)
-    return launch
-
-
-class _Tiling(NamedTuple):
-    numbers: tuple[int, int, int]  # heads, queries of a head, programs of a head and batch element
-    programs: int
-    warps: int
-    grain: int  # a power of two that divides the strides of rows
-    constants: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, out: Tensor, lse: Tensor, rows_of: Sequence[Tensor | None]) -> _Tiling:
-        """The tiling of an output; `rows_of` are all tensors of its shape."""
-        heads, queries = lse.shape[-2:]
-        width = _width(out)
-        rows = _rows(queries, width)
-        blocks = -(-queries // rows)
-        grain = grain_of([stride for tensor in rows_of for stride in _strides(tensor)])
-        _, of_head, of_query = _strides(out)
-        constants = out.shape[-1], width, rows, grain, 0 < of_head < of_query
-        programs = lse.numel() // queries * blocks
-        return cls((heads, queries, blocks), programs, _WARPS_OF_FEW if rows == _FEW else _WARPS, grain, constants)
-
-    def strides(self, *tensors: Tensor | None) -> list[int]:
-        """The strides of tensors, of which those with rows like the output and those like the lse alternate."""
-        grains = self.grain, 1
-        return [s // grains[n % 2] for n, tensor in enumerate(tensors) for s in _strides(tensor, rows=n % 2 == 0)]
+    with_strides: tensors whose strides the kernel takes. Those with rows like the output and those like the lse
+        alternate; the last two are output and lse.
+    """
+    *_, out, lse = with_strides
+    heads, queries = lse.shape[-2:]
+    width = _width(out)
+    rows = _rows(queries, width)
+    blocks = -(-queries // rows)
+    grain = grain_of([stride for tensor in with_strides[::2] for stride in _strides(tensor)])
+    strides: list[int] = []
+    for of_rows, of_lse in zip(with_strides[::2], with_strides[1::2], strict=True):
+        strides += [stride // grain for stride in _strides(of_rows)] + _strides(of_lse, rows=False)
+    _, of_head, of_query = _strides(out)
+    numbers = heads, queries, blocks, *counts, *strides, *cast(Tensor, tensors[-1]).stride()
+    constants = out.shape[-1], width, rows, grain, 0 < of_head < of_query
+    programs = lse.numel() // queries * blocks
+    warps = _WARPS_OF_FEW if rows == _FEW else _WARPS
+    return compiled(kernel, programs, warps, tensors, (), (*numbers, *constants))
 
 
 def _rows(queries: int, width: int) -> int:
@@ -126,8 +103,8 @@ def _width(out: Tensor) -> int:
 
 
 def _strides(tensor: Tensor | None, *, rows: bool = True) -> list[int]:
-    """The strides of batch, head and query; 0 for dimensions of size 1 or missing ones. With `rows` a column
-    follows.
+    """The strides of batch, head and query, behind which with `rows` columns follow; 0 for dimensions of size 1 and
+    for missing ones.
     """
     if tensor is None:
         return [0, 0, 0]

@@ -111,26 +111,20 @@ def _backward_long(
 
 @triton.jit(do_not_specialize=unspecialized("dx", "dy", "y", "bounds"))
 def backward_kernel(
-    dx, dy, y, bounds,
+    dx, dy, y, bounds, scale,
     columns, n_rows, n_inner, n_blocks, n_one,
     dx_row, dx_inner, dx_one, dx_two,
     dy_row, dy_inner, dy_one, dy_two,
     y_row, y_inner, y_one, y_two,
     bounds_row, bounds_inner, bounds_one, bounds_two,
-    scale,
     GRAIN: tl.constexpr, DY_COLUMN: tl.constexpr, Y_COLUMN: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
     HIDES: tl.constexpr,
 ):  # fmt: skip
     """Write dx = scale * (y * dy - y * sum(y * dy)), which is 0 where y is 0."""
-    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    row, is_row, inner, one, two = program_position(n_rows, n_inner, n_blocks, n_one, INNER, OUTER, ROWS)
     columns = columns * GRAIN
-    row = block.to(tl.int64)
-    is_row = True
-    if ROWS > 1:
-        row = row * ROWS + tl.arange(0, ROWS)[:, None]
-        is_row = row < n_rows
     dx += (row * dx_row + inner * dx_inner + one * dx_one + two * dx_two) * GRAIN
     dy += (row * dy_row + inner * dy_inner + one * dy_one + two * dy_two) * GRAIN
     y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN

@@ -191,10 +191,9 @@ def _forward_long(
     CHUNK: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row too long for registers.
-
-    The first pass computes the maximum and the sum, the second pass the result. The second pass goes from the last
-    columns to the first, since the cache mostly still holds the last columns.
+    """Compute a row too long for registers. The first pass computes the maximum and the sum, the second pass the
+    result. The second pass goes from the last columns to the first, since the cache mostly still holds the last
+    columns.
     """
     start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
     clear(y, columns * 0, start, CHUNK)
@@ -230,14 +229,13 @@ def _forward_long(
 
 @triton.jit(do_not_specialize=unspecialized("y", "x", "bounds", "bits", "mask"))
 def forward_kernel(
-    y, x, bounds, bits, mask,
+    y, x, bounds, bits, mask, scale,
     columns, n_rows, n_inner, n_blocks, n_one,
     y_row, y_inner, y_one, y_two,
     x_row, x_inner, x_one, x_two,
     bounds_row, bounds_inner, bounds_one, bounds_two,
     bits_row, bits_inner, bits_one, bits_two,
     mask_row, mask_inner, mask_one, mask_two,
-    scale,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
@@ -246,13 +244,8 @@ def forward_kernel(
     """Write y = softmax(x * scale) over the visible columns, and 0 elsewhere. The argument `scale` is |scale| *
     log2(e), and SIGN is the sign of the scale.
     """
-    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    row, is_row, inner, one, two = program_position(n_rows, n_inner, n_blocks, n_one, INNER, OUTER, ROWS)
     columns = columns * GRAIN
-    row = block.to(tl.int64)
-    is_row = True
-    if ROWS > 1:
-        row = row * ROWS + tl.arange(0, ROWS)[:, None]
-        is_row = row < n_rows
     y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
     x += (row * x_row + inner * x_inner + one * x_one + two * x_two) * GRAIN
     first = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.launches import Launch, announce, launch_of, layouts_of
+from flexmasks.kernels.launches import Launch, Numbers, Tensors, compiled, layouts_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -22,7 +22,7 @@ _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a ro
 _MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
 _MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
-_launches: Launches[tuple[Launch, tuple[Any, ...], tuple[Any, ...]]] = Launches("softmax")
+_launches: Launches[Launch] = Launches("softmax")
 
 
 def forward(
@@ -34,27 +34,25 @@ def forward(
         return y
     factor = abs(scale) * _LOG2_E
     sign = 0 if factor < _SMALLEST_SCALE else 1 if scale > 0 else -1
+    tensors = y, x, bounds, bits, mask
     key = (*layouts_of(x, bounds, bits, mask), visible, sign, x.device.index)
     launch = _launches.get(key)
-    if launch is not None:
-        run, numbers, constants = launch
-        run((y, x, bounds, bits, mask), (*numbers, factor, *constants))
-        return y
-    if _column_stride(x) > _MAX_COLUMN_STRIDE:
-        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
-    if mask is not None and _column_stride(mask) * x.shape[-1] >= 2**31:
-        return forward(x, bounds, bits, mask.contiguous(), visible, scale)
-    grid = _grid("forward", y, [x, bounds, bits, mask], bounds is not None, shared=mask)
-    if grid is None:
-        bounds, bits, mask = (_expanded(t, x.shape[:-1]) for t in (bounds, bits, mask))
-        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
-    grain, mask_grain = _grain(grid.strides[:2], x.shape[-1]), _grain(grid.strides[4:], 0)
-    numbers = grid.numbers(x.shape[-1], (grain, grain, 1, 1, mask_grain))
-    mask_stride = 0 if mask is None else _column_stride(mask)
-    constants = (grain, mask_grain, _column_stride(x), mask_stride, *grid.constants, visible, sign)
-    announce(forward_kernel)
-    compiled = forward_kernel[(grid.programs,)](y, x, bounds, bits, mask, *numbers, factor, *constants, **grid.options)
-    _keep(key, compiled, grid.programs, numbers, constants)
+    if launch is None:
+        if _column_stride(x) > _MAX_COLUMN_STRIDE:
+            return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+        if mask is not None and _column_stride(mask) * x.shape[-1] >= 2**31:
+            return forward(x, bounds, bits, mask.contiguous(), visible, scale)
+        grid = _grid("forward", tensors, bounds is not None, shared=mask)
+        if grid is None:
+            bounds, bits, mask = (_expanded(t, x.shape[:-1]) for t in (bounds, bits, mask))
+            return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+        grain, mask_grain = _grain(grid.strides[:2], x.shape[-1]), _grain(grid.strides[4:], 0)
+        numbers = grid.numbers(x.shape[-1], (grain, grain, 1, 1, mask_grain))
+        mask_stride = 0 if mask is None else _column_stride(mask)
+        constants = (grain, mask_grain, _column_stride(x), mask_stride, *grid.constants, visible, sign)
+        launch = grid.compiled(forward_kernel, tensors, factor, (*numbers, *constants))
+        _launches.keep(key, launch)
+    launch(tensors, (factor,))
     return y
 
 
@@ -63,30 +61,23 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
+    tensors = dx, dy, y, bounds
     key = (*layouts_of(dy, y, bounds), y.device.index)
     launch = _launches.get(key)
-    if launch is not None:
-        run, numbers, constants = launch
-        run((dx, dy, y, bounds), (*numbers, scale, *constants))
-        return dx
-    if max(_column_stride(dy), _column_stride(y)) > _MAX_COLUMN_STRIDE:
-        return backward(dy.contiguous(), y.contiguous(), bounds, scale)
-    grid = _grid("backward", dx, [dy, y, bounds], bounds is not None)
-    if grid is None:
-        return backward(dy.contiguous(), y.contiguous(), _expanded(bounds, y.shape[:-1]), scale)
-    grain = _grain(grid.strides[:3], y.shape[-1])
-    numbers = grid.numbers(y.shape[-1], (grain, grain, grain, 1))
-    compiles = isinstance(backward_kernel, triton.JITFunction)  # Triton's interpreter knows no assembly
-    constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants, compiles)
-    announce(backward_kernel)
-    compiled = backward_kernel[(grid.programs,)](dx, dy, y, bounds, *numbers, scale, *constants, **grid.options)
-    _keep(key, compiled, grid.programs, numbers, constants)
+    if launch is None:
+        if max(_column_stride(dy), _column_stride(y)) > _MAX_COLUMN_STRIDE:
+            return backward(dy.contiguous(), y.contiguous(), bounds, scale)
+        grid = _grid("backward", tensors, bounds is not None)
+        if grid is None:
+            return backward(dy.contiguous(), y.contiguous(), _expanded(bounds, y.shape[:-1]), scale)
+        grain = _grain(grid.strides[:3], y.shape[-1])
+        numbers = grid.numbers(y.shape[-1], (grain, grain, grain, 1))
+        compiles = isinstance(backward_kernel, triton.JITFunction)  # Triton's interpreter knows no assembly
+        constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants, compiles)
+        launch = grid.compiled(backward_kernel, tensors, scale, (*numbers, *constants))
+        _launches.keep(key, launch)
+    launch(tensors, (scale,))
     return dx
-
-
-def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
-    if compiled is not None:  # Triton's interpreter compiles nothing
-        _launches.keep(key, (launch_of(compiled, programs), numbers, constants))
 
 
 # --- rows per program ---
@@ -163,18 +154,14 @@ class _Grid:
     constants: tuple[Any, ...]
 
     @property
-    def options(self) -> dict[str, int | None]:
-        limit = {} if self.config.registers is None else {"maxnreg": self.config.registers}
-        return {"num_warps": self.config.warps, **limit}
-
-    @property
     def blocks(self) -> int:
         """The number of programs that the rows take."""
         return -(-self.sizes[0] // self.config.rows)
 
-    @property
-    def programs(self) -> int:
-        return self.blocks * math.prod(self.sizes[1:])
+    def compiled(self, kernel: Any, tensors: Tensors, factor: float, numbers: Numbers) -> Launch:
+        limit = {} if self.config.registers is None else {"maxnreg": self.config.registers}
+        programs = self.blocks * math.prod(self.sizes[1:])
+        return compiled(kernel, programs, self.config.warps, tensors, (factor,), numbers, **limit)
 
     def numbers(self, columns: int, grains: Sequence[int]) -> tuple[int, ...]:
         """The kernels' integers: sizes, then strides, divided by each tensor's grain."""
@@ -182,13 +169,11 @@ class _Grid:
         return columns // grains[0], self.sizes[0], self.sizes[1], self.blocks, self.sizes[2], *strides
 
 
-def _grid(
-    kind: str, output: Tensor, inputs: Sequence[Tensor | None], bounded: bool, shared: Tensor | None = None
-) -> _Grid | None:
+def _grid(kind: str, tensors: Sequence[Any], bounded: bool, shared: Tensor | None = None) -> _Grid | None:
     """Lay [..., columns] tensors over programs, the output and inputs that broadcast to it; None if there are too many
     dimensions. Programs that read the same rows of `shared`, the last of the inputs, follow each other.
     """
-    tensors = [output, *inputs]
+    output: Tensor = tensors[0]
     dims = _merged(tensors, output.shape[:-1])
     absent = _Dim(1, [0] * len(tensors))
     rows = dims.pop() if dims else absent
@@ -208,18 +193,13 @@ def _grid(
         strides=[[dim.strides[i] for dim in order] for i in range(len(tensors))],
         config=chosen,
         constants=(
-            inner is not absent,
-            len(dims),
-            chosen.rows,
-            chosen.block,
-            chosen.halvings,
-            chosen.chunks,
-            chosen.is_long,
+            *(inner is not absent, len(dims)),
+            *(chosen.rows, chosen.block, chosen.halvings, chosen.chunks, chosen.is_long),
         ),
     )
 
 
-def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim]:
+def _merged(tensors: Tensors, shape: Sequence[int]) -> list[_Dim]:
     """The leading dimensions above size 1, merged where they are adjacent in the memory of all tensors."""
     dims: list[_Dim] = []
     for n, *strides in zip(shape, *(_strides(t, shape) for t in tensors), strict=True):

@@ -16,9 +16,8 @@ Triton kernels run both operators on a GPU in float16, bfloat16 and float32; pla
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,21 +26,9 @@ from torch.autograd import forward_ad
 
 from flexmasks import compat
 from flexmasks.kernels import softmax_plain
-from flexmasks.kernels.direct import is_plain, on
-from flexmasks.kernels.operators import library
+from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on
+from flexmasks.kernels.operators import define, library
 from flexmasks.kernels.softmax_plain import over_visible, row_dot
-
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-library.define(
-    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_forward_op = torch.ops.flexmasks.masked_softmax.default
-_backward_op = torch.ops.flexmasks.masked_softmax_backward.default
 
 
 def masked_softmax(
@@ -67,7 +54,7 @@ def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
 def _forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    if x.is_cuda and x.dtype in _TRITON_DTYPES:
+    if x.is_cuda and x.dtype in TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch  # Triton is not installed on every system
 
         with on(x.device):
@@ -76,7 +63,7 @@ def _forward(
 
 
 def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    if y.is_cuda and y.dtype in _TRITON_DTYPES:
+    if y.is_cuda and y.dtype in TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch
 
         with on(y.device):
@@ -88,7 +75,22 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+_forward_op = define(
+    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
+    _forward,
+    _fake,
+)
+_backward_op = define(
+    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
+    _backward,
+    lambda dy, y, *_: _fake(y),
+)
+
+
 # --- derivatives ---
+#
+# torch turns forward mode off inside a Function. Here it is turned on again: otherwise the outer ones of nested
+# transforms would treat the results as constants.
 
 
 class _OfSoftmax:
@@ -107,7 +109,7 @@ class _OfSoftmax:
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
         y, bounds = ctx.saved_tensors
-        with _forward_mode():
+        with compat.forward_derivatives(True):
             return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
 
 
@@ -131,7 +133,7 @@ class _OfSoftmaxBackward:
     @staticmethod
     def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
         dy, y, bounds = ctx.saved_tensors
-        with _forward_mode():
+        with compat.forward_derivatives(True):
             dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # level 0 is the only one
             d_dx = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
             if d_y is None:
@@ -143,7 +145,7 @@ class _OfSoftmaxBackward:
 
 @functools.cache
 def _function() -> Any:
-    """Return the Function of the softmax where no transform is active."""
+    """The Function of the softmax where no transform is active."""
 
     class Softmax(_OfSoftmax, compat.SingleLevelFunction):
         @staticmethod
@@ -156,13 +158,6 @@ def _function() -> Any:
     return Softmax
 
 
-def _forward_mode() -> contextlib.AbstractContextManager[object]:
-    """Turn forward mode on inside a Function, where torch turns it off: otherwise the outer ones of nested transforms
-    would treat the results as constants.
-    """
-    return compat.forward_derivatives(True)
-
-
 # --- registration ---
 #
 # torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
@@ -170,9 +165,7 @@ def _forward_mode() -> contextlib.AbstractContextManager[object]:
 # `_register` calls a Function for one transform after the other.
 
 
-def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Callable[..., Tensor]) -> None:
-    name = op._schema.name
-
+def _register(op: Any, derivatives: Any) -> None:
     @functools.cache
     def function() -> Any:
         class Dispatched(derivatives, compat.SingleLevelFunction):
@@ -181,7 +174,7 @@ def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Calla
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Tensor:
                 *op_args, keyset = args
-                with compat.below_autograd(), torch.enable_grad(), _forward_mode():
+                with compat.below_autograd(), torch.enable_grad(), compat.forward_derivatives(True):
                     y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
                 saved = derivatives.saved(op_args, y)
                 ctx.save_for_backward(*saved)
@@ -202,9 +195,8 @@ def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Calla
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         return op(*_batched(info.batch_size, in_dims, args)), 0
 
-    library.impl(name, run, "CompositeExplicitAutograd")
+    name = op._schema.name
     library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(name, fake, lib=library)
     torch.library.register_vmap(name, vmapped, lib=library)
 
 
@@ -224,5 +216,5 @@ def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list
     return batched
 
 
-_register(_forward_op, _forward, _OfSoftmax, _fake)
-_register(_backward_op, _backward, _OfSoftmaxBackward, lambda dy, y, *_: _fake(y))
+_register(_forward_op, _OfSoftmax)
+_register(_backward_op, _OfSoftmaxBackward)

@@ -18,9 +18,11 @@ def unspecialized(*tensors: str) -> list[str]:
 
 
 @triton.jit
-def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
-    """A program's block of rows, and its indices in up to three dimensions around the rows. The inner one changes
-    fastest: programs that share rows of a mask run at the same time, and read the mask once.
+def program_position(
+    n_rows, n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """A program's rows, which of them exist, and its indices in up to three dimensions around the rows. The inner one
+    changes fastest: programs that share rows of a mask run at the same time, and read the mask once.
     """
     block = tl.program_id(0)
     inner = block * 0
@@ -35,7 +37,12 @@ def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.co
     if OUTER >= 2:
         two = one // n_one
         one = one % n_one
-    return block, inner.to(tl.int64), one.to(tl.int64), two.to(tl.int64)
+    row = block.to(tl.int64)
+    is_row = True
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < n_rows
+    return row, is_row, inner.to(tl.int64), one.to(tl.int64), two.to(tl.int64)
 
 
 @triton.jit

@@ -57,10 +57,7 @@ def _has_lowering() -> bool:
 
 @functools.cache
 def _lower() -> bool:
-    """Tell Inductor to compute the operator by the instruction, and return whether it can be told.
-
-    Untold, compiled kernels fail on the operator.
-    """
+    """Let Inductor compute the operator by the instruction; False if it cannot: compiled kernels would fail on it."""
     lowering, overrides, cute_unary = compat.lowering, compat.CuteOverrides, compat.cute_unary
     if lowering is None or overrides is None or cute_unary is None:
         return False

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmasks.kernels.direct import on
 from flexmasks.kernels.few_queries_checks import TILE
 from flexmasks.kernels.operators import define
 
@@ -27,7 +28,7 @@ def _run(visible: Tensor) -> list[Tensor]:
     if visible.is_cuda:
         from flexmasks.kernels.visible_tiles_kernel import tiles_of  # needs Triton
 
-        with torch.cuda.device(visible.device):  # Triton launches on the current device
+        with on(visible.device):
             return tiles_of(visible)
     more = -visible.shape[-1] % TILE
     seen = F.pad(visible.any(2), (0, more)).unflatten(-1, (-1, TILE)).any(-1)

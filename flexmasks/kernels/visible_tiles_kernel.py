@@ -12,28 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.kernels.few_queries_checks import TILE
+from flexmasks.kernels.index_lists_kernel import MAX_CHUNK, list_chunk
 
 _GROUP_PAIRS = 2**15  # pairs of a query and a key that a program looks at together
 _MAX_TOGETHER = 16  # queries of these pairs
-_MAX_CHUNK = 4096  # tiles that are listed together
-
 
 _PARTIAL: tl.constexpr = tl.constexpr(1)
 _FULL: tl.constexpr = tl.constexpr(2)
-
-
-@triton.jit
-def _list(marked, tiles, count, before, start, n_tiles, CHUNK: tl.constexpr):
-    """Write the part of a list that a chunk of tiles makes; return how many tiles up to its end are listed first.
-
-    marked: whether the chunk's tiles are listed first. count, before: how many of all tiles are, and of those before
-        the chunk.
-    """
-    tile = start + tl.arange(0, CHUNK)
-    up_to_tile = before + tl.cumsum(marked, 0)
-    place = tl.where(marked != 0, up_to_tile - 1, count + tile - up_to_tile)
-    tl.store(tiles + place, tile, mask=tile < n_tiles)
-    return before + tl.sum(marked)
 
 
 @triton.jit
@@ -64,8 +49,8 @@ def tiles_kernel(
         is_full = (kinds == _FULL).to(tl.int32)
         n_partial = tl.sum(is_partial)
         n_full = tl.sum(is_full)
-        _list(is_partial, partial, n_partial, 0, 0, n_tiles, GROUP)
-        _list(is_full, full, n_full, 0, 0, n_tiles, GROUP)
+        list_chunk(is_partial, partial, n_partial, 0, 0, n_tiles, GROUP)
+        list_chunk(is_full, full, n_full, 0, 0, n_tiles, GROUP)
         tl.store(partial_counts + element, n_partial)
         tl.store(full_counts + element, n_full)
     else:
@@ -91,8 +76,8 @@ def tiles_kernel(
                 of_chunk = tl.load(line + place, mask=place < n_tiles, other=0, volatile=True)
                 is_partial = (of_chunk == _PARTIAL).to(tl.int32)
                 is_full = (of_chunk == _FULL).to(tl.int32)
-                before_partial = _list(is_partial, partial, n_partial, before_partial, start, n_tiles, CHUNK)
-                before_full = _list(is_full, full, n_full, before_full, start, n_tiles, CHUNK)
+                before_partial = list_chunk(is_partial, partial, n_partial, before_partial, start, n_tiles, CHUNK)
+                before_full = list_chunk(is_full, full, n_full, before_full, start, n_tiles, CHUNK)
 
 
 def tiles_of(visible: Tensor) -> list[Tensor]:
@@ -111,7 +96,7 @@ def tiles_of(visible: Tensor) -> list[Tensor]:
     if batch * heads:
         tiles_kernel[batch * heads, groups](
             visible.view(torch.uint8), *lists, marks, arrived, queries, keys, n_tiles, groups,
-            GROUP=group, TOGETHER=together, CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(max(1, n_tiles))), TILE=TILE,
+            GROUP=group, TOGETHER=together, CHUNK=min(MAX_CHUNK, triton.next_power_of_2(max(1, n_tiles))), TILE=TILE,
             ALONE=groups == 1, num_warps=max(1, min(16, group * together // 8)),
         )  # fmt: skip
     return lists

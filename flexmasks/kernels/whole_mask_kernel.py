@@ -31,7 +31,7 @@ _ABSOLUTE: tl.constexpr = tl.constexpr(whole_mask.ABSOLUTE)
 
 
 @triton.jit
-def rows_of(
+def _rows_of(
     x, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, EVEN: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
@@ -104,14 +104,14 @@ def _step(
 ):  # fmt: skip
     """Keys, values, and the scores of queries with these keys."""
     key = start + tl.arange(0, KEYS)
-    k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     products = tl.dot(q_rows, tl.trans(k_rows))
     return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN, LINE)
 
 
 @triton.jit
-def with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
+def _with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
     """The state of a running softmax after more scores, -inf where hidden, and their values: the largest score of each
     row, and the sums of weights and of weighted values.
     """
@@ -125,7 +125,7 @@ def with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
 
 
 @triton.jit
-def output_and_lse(row_max, total, acc):
+def _output_and_lse(row_max, total, acc):
     is_empty = total == 0  # NaN is not empty
     acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
     return acc, tl.where(is_empty, float("-inf"), row_max + tl.log(total))
@@ -173,7 +173,7 @@ def forward_kernel(
         weight += b * weight_batch + h * weight_head
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
-    q_rows = rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     first, end = _span_of(key_spans, block, span_count, ROWS)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -183,8 +183,8 @@ def forward_kernel(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
             KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
         )  # fmt: skip
-        row_max, total, acc = with_scores(row_max, total, acc, scores, v_rows, DOT)
-    acc, row_lse = output_and_lse(row_max, total, acc)
+        row_max, total, acc = _with_scores(row_max, total, acc, scores, v_rows, DOT)
+    acc, row_lse = _output_and_lse(row_max, total, acc)
     tl.store(lse + query, row_lse, mask=query < queries)
     _store_rows(out, acc, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN)
 
@@ -201,9 +201,8 @@ def query_gradient_kernel(
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of some queries of one head.
-
-    Also writes, for the other kernel, the sum of out * d_out of each query, less the gradient of its lse.
+    """Compute the gradient of some queries of one head. Also writes, for the other kernel, the sum of out * d_out of
+    each query, less the gradient of its lse.
     """
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
@@ -226,9 +225,9 @@ def query_gradient_kernel(
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
     is_query = query < queries
-    q_rows = rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    upstream = rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-    results = rows_of(out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    upstream = _rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    results = _rows_of(out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     delta = tl.sum(results.to(tl.float32) * upstream.to(tl.float32), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
@@ -271,8 +270,8 @@ def key_gradients_kernel(
     d_k += (b * d_k_batch + kv_head * d_k_head) * GRAIN
     d_v += (b * d_v_batch + kv_head * d_v_head) * GRAIN
     key = block * KEYS + tl.arange(0, KEYS)
-    k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     k_acc = tl.zeros((KEYS, K_WIDTH), tl.float32)
     v_acc = tl.zeros((KEYS, V_WIDTH), tl.float32)
     for place in range(GROUP):
@@ -294,8 +293,8 @@ def key_gradients_kernel(
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             query = start + tl.arange(0, ROWS)
             is_query = query < queries
-            q_rows = rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-            upstream = rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+            q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+            upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
             row_lse = _finite_lse(lse, line + query, is_query)
             delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
             products = tl.dot(k_rows, tl.trans(q_rows))

@@ -12,6 +12,7 @@ from flexmasks.cache import Launches
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
+    Tensors,
     compiled,
     dot_type,
     grain_of,
@@ -70,10 +71,9 @@ def _kind_of(line: Line | None) -> int:
     return NO_LINE if line is None else ABSOLUTE if line.is_absolute else SIGNED
 
 
-def _split(mask: WholeMask) -> tuple[tuple[Tensor | None, Tensor | None], tuple[float, float, float, int]]:
-    """The tensors of what is added to scores, and the numbers before all strides."""
+def _numbers(mask: WholeMask) -> tuple[float, float, float, int]:
     slope, start, shift, _ = mask.line or _NOTHING
-    return (mask.weight, mask.bias), (mask.scale, slope, start, shift)
+    return mask.scale, slope, start, shift
 
 
 class Kernels:
@@ -87,19 +87,18 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self._forward: _Launch | None = None
-        self._backward: dict[Hashable, tuple[_Launch, _Launch]] = {}
+        self._forward: Launch | None = None
+        self._backward: dict[Hashable, tuple[Launch, Launch]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
         out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse = new(q.shape[:3], torch.float32, q.device)
-        added, numbers = _split(mask)
-        tensors = out, lse, q, k, v, mask.visible, mask.key_spans, *added
+        tensors = out, lse, q, k, v, mask.visible, mask.key_spans, mask.weight, mask.bias
         with on(q.device):
             if self._forward is None:
-                self._forward = _Launch.of("forward", forward_kernel, tensors, mask, (q, k, v, out))
-            self._forward(tensors, numbers)
+                self._forward = _launch_of("forward", forward_kernel, tensors, mask, (q, k, v, out))
+            self._forward(tensors, _numbers(mask))
         return out, lse
 
     def backward(
@@ -108,7 +107,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of q, k and v, given those of output and lse."""
         d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
-        added, numbers = _split(mask)
+        numbers, added = _numbers(mask), (mask.weight, mask.bias)
         for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, mask.visible, mask.key_spans, *added
         for_keys = d_k, d_v, deltas, d_out, lse, q, k, v, mask.visible, mask.query_spans, *added
         key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse)
@@ -117,8 +116,8 @@ class Kernels:
             if launches is None:
                 rows = q, k, v, out, d_out, d_q
                 launches = (
-                    _Launch.of("query", query_gradient_kernel, for_query, mask, rows),
-                    _Launch.of("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
+                    _launch_of("query", query_gradient_kernel, for_query, mask, rows),
+                    _launch_of("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
                 )
                 self._backward[key] = launches
             launches[0](for_query, numbers)
@@ -126,46 +125,30 @@ class Kernels:
         return d_q, d_k, d_v
 
 
-class _Launch(NamedTuple):
-    run: Launch
-    scalars: tuple[Any, ...]
+def _launch_of(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]) -> Launch:
+    """Compile a kernel for tensors like these.
 
-    def __call__(self, tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> None:
-        self.run(tensors, numbers + self.scalars)
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        kernel: Any,
-        tensors: Sequence[Tensor | None],
-        mask: WholeMask,
-        with_rows: Sequence[Tensor],
-    ) -> _Launch:
-        """Compile a kernel for tensors like these.
-
-        with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
-        """
-        q, k, v = with_rows[:3]
-        (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
-        widths = width_of(k_size), width_of(v_size)
-        tiles = _TILES[name, max(widths) > 64, mask.bias is not None]
-        spans = mask.query_spans if name == "key" else mask.key_spans
-        blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
-        programs = batch * (key_heads if name == "key" else heads) * blocks
-        row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
-        mask_strides = strides_of(mask.visible, 3)
-        grain, mask_grain = grain_of(row_strides), grain_of(mask_strides)
-        numbers = (
-            *(queries, keys, heads, blocks, spans.shape[2]),
-            *(stride // grain for stride in row_strides),
-            *(stride // mask_grain for stride in mask_strides),
-            *strides_of(spans, 2), *strides_of(mask.weight, 3), *strides_of(mask.bias, 3),
-        )  # fmt: skip
-        is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
-        constants = (
-            *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
-            *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
-        )
-        scalars = *numbers, *constants
-        return cls(compiled(kernel, programs, tiles.warps, tensors, (*_split(mask)[1], *scalars)), scalars)
+    with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
+    """
+    q, k, v = with_rows[:3]
+    (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
+    widths = width_of(k_size), width_of(v_size)
+    tiles = _TILES[name, max(widths) > 64, mask.bias is not None]
+    spans = mask.query_spans if name == "key" else mask.key_spans
+    blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
+    programs = batch * (key_heads if name == "key" else heads) * blocks
+    row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
+    mask_strides = strides_of(mask.visible, 3)
+    grain, mask_grain = grain_of(row_strides), grain_of(mask_strides)
+    numbers = (
+        *(queries, keys, heads, blocks, spans.shape[2]),
+        *(stride // grain for stride in row_strides),
+        *(stride // mask_grain for stride in mask_strides),
+        *strides_of(spans, 2), *strides_of(mask.weight, 3), *strides_of(mask.bias, 3),
+    )  # fmt: skip
+    is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
+    constants = (
+        *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
+        *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
+    )
+    return compiled(kernel, programs, tiles.warps, tensors, _numbers(mask), (*numbers, *constants))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,7 @@ class MaskCells:
         self._mod: MaskMod = lambda _b, _h, q, kv: mod(_b + b, _h + h, q, kv)
         with naming(plan.value):
             self.counts = count_in_strips(self._mod, self.q_len, self.kv_len, self.block_size, self._device)
-        depends = (self._depends(mod, max(2, n), dim) for dim, n in enumerate((size.batch, size.heads)))
-        self.element = _element(b, h, *depends)
+        self.element = _element(b, h, size, functools.partial(self._depends, mod))
 
     def grid(self, rows: int, columns: int) -> Grid:
         """At most this many rows and columns of cells, whose sides divide those of a block or are multiples of them."""
@@ -121,8 +121,7 @@ class ScoreCells:
         else:
             uniform = all(_nearly_equal(x, x.reshape(-1)[0].expand_as(x)) for x in added)
             self.kind = "curve" if uniform else "change"
-        depends = (self._depends(max(2, n), dim) for dim, n in enumerate((size.batch, size.heads)))
-        self.element = _element(b, h, *depends)
+        self.element = _element(b, h, size, self._depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
         """The numbers added, in at most this many rows and columns. A value is the mean over at most 4 x 4 neighbors in
@@ -194,6 +193,6 @@ def _nearly_equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.isclose(a, b, rtol=1e-4, atol=1e-4 * min(1.0, size) + 1e-6, equal_nan=True).all())
 
 
-def _element(b: int, h: int, depends_on_batch: bool, depends_on_heads: bool) -> str:
-    parts = (("batch element", b, depends_on_batch), ("head", h, depends_on_heads))
-    return ", ".join(f"{what} {index}" for what, index, depends in parts if depends)
+def _element(b: int, h: int, size: Size, depends: Callable[[int, int], bool]) -> str:
+    parts = (("batch element", b, size.batch), ("head", h, size.heads))
+    return ", ".join(f"{what} {index}" for dim, (what, index, n) in enumerate(parts) if depends(max(2, n), dim))

@@ -91,7 +91,7 @@ def gallery(out: str | Path) -> Path:
     share = Share("pictures")
     cards: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in listed:
-        cards[entry.kind, entry.name] = _card(entry.kind, entry)
+        cards[entry.kind, entry.name] = _card(entry)
         share(len(cards) / len(listed))
     share.end()
     if has_reference:
@@ -181,8 +181,8 @@ def _code(value: Modifier, length: int) -> str:
     return "\n".join([*lines, call])
 
 
-def _card(kind: str, entry: Entry) -> dict[str, Any]:
-    doc = definition(kind, entry.name).doc
+def _card(entry: Entry) -> dict[str, Any]:
+    kind, doc = entry.kind, definition(entry.kind, entry.name).doc
     card: dict[str, Any] = {
         "kind": kind,
         "entry": entry,

@@ -80,11 +80,9 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file whole, text as UTF-8: a process that is killed meanwhile leaves the old one.
-
-    The content goes to `path` with `.part` behind it, which then takes the file's place. What is no regular file, such
-    as /dev/stdout, is written directly, and so is a file in a folder that takes no new ones. A file with this content
-    stays as it is.
+    """Write a file whole, text as UTF-8: a process that is killed meanwhile leaves the old one. The content goes to
+    `path` with `.part` behind it, which then takes the file's place. What is no regular file, such as /dev/stdout, is
+    written directly, and so is a file in a folder that takes no new ones. A file with this content stays as it is.
     """
     content = content.encode() if isinstance(content, str) else content
     path = Path(path).resolve()  # a link stays, and the file that it leads to is replaced

@@ -181,9 +181,9 @@ class ScorePicture(Picture):
         levels = _levels(grid.values, steps)
         symbols = dict(enumerate([*_LEVEL_SYMBOLS, "?"], -steps))
         largest = _largest_finite(grid.values)
-        meanings = [f"{svg.number(level / steps * largest)}" for level in range(-steps, steps + 1)] + ["not finite"]
-        present = [level + steps for level in sorted(set(levels.flatten().tolist()))]
-        legend = _legend_line((symbols[n - steps], meanings[n]) for n in present)
+        meanings = {level: svg.number(level / steps * largest) for level in range(-steps, steps + 1)}
+        meanings[steps + 1] = "not finite"
+        legend = _legend_line((symbols[level], meanings[level]) for level in levels.unique().tolist())
         return _text(cells, Grid(levels, grid.cell), symbols, [legend, self._meaning()], columns)
 
     def svg(self, style: bool = True) -> str:

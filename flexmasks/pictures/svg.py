@@ -107,7 +107,7 @@ class Canvas:
         self._y = 6
         for line, tooltip in title_lines(name, int((self._width - 2 * _MARGIN) / _TITLE_LETTER)):
             self._y += 18
-            self._parts.append(_text(_MARGIN, self._y, line, "text", 13, True, tooltip=tooltip))
+            self._parts.append(_text(_MARGIN, self._y, line, "text", 13, more=" font-weight='600'", tooltip=tooltip))
         self._y += 18
         self._parts.append(_text(_MARGIN, self._y, _shortened(subtitle, self._width - 2 * _MARGIN, 5.9), "muted", 11))
 
@@ -185,7 +185,6 @@ class Canvas:
             self._parts += [f"{square}{_fill(name)}/>", outline, _text(_MARGIN + 20, self._y, label, "text", 11)]
 
     def bar(self, names: Sequence[str], labels: Ticks) -> None:
-        """Draw a bar of colors, with labels at fractions of its length."""
         width, height = _LONGER_SIDE, 12
         x, y = self._left, self._y + 8
         one = width / len(names)
@@ -243,22 +242,11 @@ def title_lines(name: str, columns: int) -> list[tuple[str, str]]:
     return [(line, "" if is_whole else name) for line in lines]
 
 
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    name: str,
-    size: int,
-    bold: bool = False,
-    at: str = "",
-    more: str = "",
-    tooltip: str = "",
-) -> str:
+def _text(x: float, y: float, text: str, name: str, size: int, at: str = "", more: str = "", tooltip: str = "") -> str:
     anchor = f" text-anchor='{at}'" if at else ""
-    weight = " font-weight='600'" if bold else ""
     place = f"x='{x:.6g}' y='{y:.6g}'"
     shown = f"<title>{_escape(tooltip)}</title>{_escape(text)}" if tooltip else _escape(text)
-    return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{shown}</text>"
+    return f"<text {place} font-size='{size}'{anchor}{more}{_fill(name)}>{shown}</text>"
 
 
 def _escape(text: str) -> str:

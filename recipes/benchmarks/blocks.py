@@ -17,8 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from benchmarks.memory import peak_bytes
 from benchmarks.results import Row, check_mask_names, choose_device, machine, machine_line, run_steps
 from flexmasks.attention import block_mask
-from flexmasks.bench.clock import interleaved, wall_milliseconds
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import interleaved, synchronize, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.examples import at_most, fitting, on_device

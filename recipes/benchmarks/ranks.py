@@ -19,7 +19,7 @@ from benchmarks.processes import Processes
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.steps_tables import OURS, github_table
 from flexmasks.attention import attention
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import synchronize
 from flexmasks.integrations import distributed
 from flexmasks.pictures.output import progress
 from flexmasks.spec import Mask, get_mask

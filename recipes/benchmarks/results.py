@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from tabulate import tabulate
 
-from flexmasks.bench.console import device_name
+from flexmasks.bench.clock import device_name
 from flexmasks.pictures.output import progress, write
 from flexmasks.spec.registry import list_masks
 

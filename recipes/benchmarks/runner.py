@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks import private_torch
 from benchmarks.memory import peak_bytes
-from flexmasks.bench.clock import WARMUP_RUNS, Clock, device_milliseconds, interleaved, wall_milliseconds
-from flexmasks.bench.console import synchronize
+from flexmasks.bench.clock import WARMUP_RUNS, Clock, device_milliseconds, interleaved, synchronize, wall_milliseconds
 from flexmasks.pictures.output import progress
 
 _STEPS_BEFORE_TIMING = 4  # plans of new tensors are exact at first, then recorded, then captured

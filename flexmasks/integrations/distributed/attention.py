@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
@@ -170,9 +170,7 @@ def attention(
         _check_shapes(q_part, k_part, v_part)
         place = Place(*q_part.shape[:2]) if like is None else place_of(like)
         call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
-        _check(call, q_part, k_part)
-        if not has_order and (advice := forgotten_order(mesh, rank_in(mesh), q_part.shape[2])):
-            _fail(advice)
+        _check(call, q_part, k_part, has_order)
     except (ValueError, TypeError) as error:
         problem = error
     lengths: list[int] = []
@@ -191,8 +189,6 @@ def attention(
 
 
 class _Call(NamedTuple):
-    """A call of one process."""
-
     mesh: DeviceMesh
     place: Place
     mask: Mask | None
@@ -224,7 +220,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
 
 
-def _check(call: _Call, q: Tensor, k: Tensor) -> None:
+def _check(call: _Call, q: Tensor, k: Tensor, has_order: bool) -> None:
     """Raise ValueError if arguments do not fit the processes or the heads of q and k."""
     mesh, order, sinks, heads = call.mesh, call.order, call.sinks, call.place.heads
     if call.how not in _WAYS:
@@ -243,25 +239,27 @@ def _check(call: _Call, q: Tensor, k: Tensor) -> None:
             _fail(f"by `order` this process has {order.sizes[rank]} tokens, but q has {q.shape[2]}.")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (heads,)):
         _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {describe(sinks)}.")
+    if not has_order and (advice := forgotten_order(mesh, rank_in(mesh), q.shape[2])):
+        _fail(advice)
 
 
 def _compared(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, call: _Call | None, options: dict[str, Any]
 ) -> list[int]:
-    """Return the lengths of all parts, if all processes make the same call; without `call` this process has failed."""
+    """The lengths of all parts, if all processes make the same call; without `call` this process has failed."""
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
-    told: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
+    arguments: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
     if call is not None:
         learns = torch.is_grad_enabled()
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
-        told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
-        told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
-    texts = {name: repr(value) for name, value in told.items()}
-    return compare("attention", mesh, own, texts, call is None, [*map(_number, told.values())])
+        arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
+        arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
+    texts = {name: repr(value) for name, value in arguments.items()}
+    return compare("attention", mesh, own, texts, call is None, [*map(_number, arguments.values())])
 
 
 def _number(value: Any) -> int:
-    """Return a hash that all processes compute alike, without the contents of large tensors and of those on GPUs."""
+    """A hash that all processes compute alike, without the contents of large tensors and of those on GPUs."""
     number = zlib.crc32(repr(value).encode())
     if isinstance(value, Modifier):
         for inner in value.inside():
@@ -272,24 +270,20 @@ def _number(value: Any) -> int:
             if isinstance(function, FunctionType) and not inner.definition.own:
                 number = zlib.crc32(repr((_of_code(function.__code__), _read(function))).encode(), number)
         for tensor in value.tensors():
-            if (
-                tensor.device.type == "cpu"
-                and 0 < tensor.nbytes <= _HASHED
-                and not isinstance(tensor, compat.FakeTensor)
-            ):
+            is_small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _HASHED
+            if is_small and not isinstance(tensor, compat.FakeTensor):
                 copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # `numpy` makes storage rigid
                 number = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().tobytes(), number)
     return number
 
 
 def _of_code(code: CodeType) -> tuple[Any, ...]:
-    """Return what the code of one function has alike in all processes."""
     constants = [_of_code(x) if isinstance(x, CodeType) else x for x in code.co_consts]
     return code.co_code, code.co_names, [x for x in constants if isinstance(x, _ALIKE)]
 
 
 def _read(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return the numbers that a function reads from its defaults and from variables outside of it."""
+    """The numbers that a function reads from its defaults and from variables outside of it."""
     read = [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
     with contextlib.suppress(ValueError):  # a variable has no value
         variables = inspect.getclosurevars(function)
@@ -301,7 +295,7 @@ def _read(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the mesh of the processes that hold the sequence together, or None if each has it whole."""
+    """The mesh of the processes that hold the sequence together, or None if each has it whole."""
     if isinstance(q, DTensor):
         if mesh is not None and mesh != q.device_mesh:
             _fail("`mesh` must be left out for DTensors, which have their own.")
@@ -322,9 +316,8 @@ def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
-    """Return the parts of a DTensor that is sharded over a whole mesh.
-
-    None stands for equal parts inside torch.compile, so that the length may be symbolic.
+    """The parts of a DTensor that is sharded over a whole mesh; inside torch.compile None for equal parts, so that the
+    length may be symbolic.
     """
     if compat.is_compiling():
         if length % mesh.size() == 0:
@@ -344,7 +337,6 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Exchange what is needed, and attend."""
     dtypes = [x.dtype for x in (q, k, v)]
     if len(set(dtypes)) > 1:
         _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
@@ -381,7 +373,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) 
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
-    """Return "heads", "gather" or "seen", and for "seen" the keys that each process wants."""
+    """The way, "heads", "gather" or "seen", and for "seen" the keys that each process wants."""
     how, mesh, parts = call.how, call.mesh, call.parts
     if how == "seen":
         if mesh.ndim == 2:
@@ -395,8 +387,10 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     other = "gather" if k.shape[1] % last else "heads"
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
-    if _distances(call, q) is None and (other == "heads" or not _is_fixed(cast(Mask, call.mask))):
-        return other, ()  # blocks are counted only where that saves most and is done once
+    if _distances(call, q) is None:  # then blocks are counted only where that saves most and is done once
+        key, tensors = (None, []) if other == "heads" else _key_of(cast(Mask, call.mask))
+        if key is None or tensors:
+            return other, ()
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
     most = max(size_of(w) - size_of(common(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
@@ -406,40 +400,34 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
 
 
 def _wanted(call: _Call) -> tuple[Parts, ...]:
-    """Return the keys that each process's queries see."""
+    """The keys that each process's queries see."""
     if not call.length:
         return call.parts
     mask = get_mask("full") if call.mask is None else call.mask
     sizes = call.length, _BLOCK, call.place.batch, call.place.heads
-    read = _key_of(mask)
-    key, tensors = (None, []) if read is None else ((read[0], *sizes, call.parts), read[1])
-    wanted = None if key is None else _WANTED.get(key, tensors)
+    of_mask, tensors = _key_of(mask)
+    key = of_mask, *sizes, call.parts
+    wanted = None if of_mask is None else _WANTED.get(key, tensors)
     if wanted is None:
         wanted = tuple(CountedMask("attention", mask, *sizes).seen(call.parts))
-        if key is not None:
+        if of_mask is not None:
             _WANTED.put(key, tensors, wanted, ENTRY + _PIECE * sum(map(len, wanted)))
     return wanted
 
 
-def _key_of(mask: Mask) -> tuple[Hashable, list[Tensor]] | None:
-    """Return a key of all that a mask reads, and its tensors; or None if it reads objects that may change."""
+def _key_of(mask: Mask) -> tuple[Hashable | None, list[Tensor]]:
+    """A key of all that a mask reads, None if it reads objects that may change, and the tensors that it reads."""
     tensors: list[Tensor] = []
     try:
         return key_of(mask, tensors), tensors
     except Opaque:
-        return None
-
-
-def _is_fixed(mask: Mask) -> bool:
-    """Return whether a mask reads neither tensors nor objects that may change."""
-    read = _key_of(mask)
-    return read is not None and not read[1]
+        return None, []
 
 
 def _distances(call: _Call, q: Tensor) -> Band | None:
     if call.mask is None:
         return Band()
-    if _holds(call.mask, lambda value: any(isinstance(x, Tensor) for x in value.params.values())):
+    if any(isinstance(x, Tensor) for value in call.mask.inside() for x in value.params.values()):
         return None
     band = band_of(call.mask, Size(*call.place[:2], call.length, call.length, q.device))
     return None if band is None or band.sequences is not None else band
@@ -448,7 +436,7 @@ def _distances(call: _Call, q: Tensor) -> Band | None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, own: Parts, keys: Parts, call: _Call, options: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the output of a process's queries, and lse if it is wanted.
+    """The output of a process's queries, and lse if it is wanted.
 
     q: the queries at the positions `own`, in their natural order.
     keys: the positions of k and v, ascending.
@@ -470,10 +458,8 @@ def _attend(
 
 
 def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: bool) -> Parts:
-    """Return the keys that rows are computed with.
-
-    For windows they are only those that the rows may see, but not inside torch.compile with a score change, which would
-    have the positions of some keys as constants.
+    """The keys that rows are computed with: for windows only those that the rows may see, but all of them inside
+    torch.compile with a score change, which would have the positions of some keys as constants.
     """
     if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and compat.is_compiling()):
         return keys
@@ -483,7 +469,7 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: b
 
 
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
-    """Return mask, score and `q_offset` of a call with rows from `start` on and some keys."""
+    """Mask, score and `q_offset` of a call with rows from `start` on and some keys."""
     place, has_all_keys = call.place, keys == ((0, call.length),)
     length = None if has_all_keys else call.length  # torch.compile compiles for one length if it is a parameter
     first = keys[0][0] if len(keys) == 1 else 0
@@ -502,14 +488,11 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
 
 @functools.lru_cache(maxsize=8)
 def _positions(keys: Parts, device: torch.device) -> Tensor:
-    """Return the positions of keys, always the same tensor, by which calls find each other's plans."""
+    """The positions of keys, always the same tensor, by which calls find each other's plans."""
     return torch.cat([torch.arange(start, stop) for start, stop in keys] or [torch.arange(0)]).to(device)
 
 
 def _prepares(value: Modifier) -> bool:
-    """Return whether a mask or score makes tensors for the lengths of a call."""
-    return _holds(value, lambda v: v.definition.prepare is not None or v.definition.inner_size is not None)
-
-
-def _holds(value: Modifier, condition: Callable[[Modifier], bool]) -> bool:
-    return any(map(condition, value.inside()))
+    """Whether a mask or score makes tensors for the lengths of a call."""
+    definitions = [inner.definition for inner in value.inside()]
+    return any(d.prepare is not None or d.inner_size is not None for d in definitions)

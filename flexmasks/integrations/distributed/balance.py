@@ -126,7 +126,7 @@ def hold(order: Order, mesh: DeviceMesh) -> None:
 
 
 def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
-    """Return what to pass if a held order gives this rank just as many tokens as a call without one has, or ""."""
+    """What to pass if a held order gives this rank just as many tokens as a call without one has, or ""."""
     for collect in (False, True):  # an order that only a cycle holds, as of an exception and its frames, is nobody's
         # Not `in`, which torch 2.13 gets wrong for symbolic sizes.
         if not any(length == size for size in _held_sizes(mesh, rank, collect)):
@@ -139,7 +139,7 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
 @compat.constant_in_graphs
 def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool) -> tuple[int, ...]:
-    """Return how many tokens each held order gives a rank.
+    """How many tokens each held order gives a rank.
 
     collect: whether to free garbage first, which may hold orders.
     """
@@ -229,7 +229,7 @@ def balance(
     while least > _EVEN and count <= _MOST_PIECES and length >= ranks * count:
         cuts, kinds = _cut(length, ranks, count, block_size)
         costs = blocks_between(cuts)
-        owners = _assign(costs, kinds, ranks, count)
+        owners = _assign(costs, kinds, ranks)
         unevenness = _unevenness(np.bincount(owners, costs, ranks))
         if unevenness < least:
             pieces = list(itertools.pairwise(cuts.tolist()))
@@ -240,7 +240,7 @@ def balance(
 
 
 def _between(own: Parts, first: int, last: int) -> Parts:
-    """Return where tokens number `first` to `last` - 1 of a rank stand in the sequence."""
+    """Where tokens number `first` to `last` - 1 of a rank stand in the sequence."""
     found, before = [], 0  # `before`: how many tokens the parts before have
     for start, stop in own:
         low, high = max(start, start + first - before), min(stop, start + last - before)
@@ -254,7 +254,6 @@ def _between(own: Parts, first: int, last: int) -> Parts:
 
 
 def counted_masks(call: str, masks: Any) -> Counter[Mask]:
-    """Return each mask with the number of times that it occurs."""
     masks = list(masks) if isinstance(masks, Iterable) and not isinstance(masks, str | Mask) else [masks]
     if not masks:
         fail(call, "`masks` must hold at least one mask, got none.")
@@ -262,12 +261,10 @@ def counted_masks(call: str, masks: Any) -> Counter[Mask]:
 
 
 def batch_of(masks: Iterable[Mask]) -> int | None:
-    """Return the number of batch elements that the masks' tensors imply, or None."""
     return max((mask.batch_size() or 0 for mask in masks), default=0) or None
 
 
 def block_size_for(length: int, most_rows: int) -> int:
-    """Return 128, doubled until there are at most `most_rows` rows of blocks."""
     block_size = 128
     while block_size * most_rows < length:
         block_size *= 2
@@ -282,9 +279,8 @@ def _unevenness(loads: np.ndarray) -> float:
 
 
 def _cut(length: int, ranks: int, count: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cuts of `count` pieces for each rank, and the kind of each piece.
-
-    Kind 1 are the last pieces, one for each rank, if they are longer than the pieces of kind 0, which are all equal.
+    """The cuts of `count` pieces for each rank, and the kind of each piece. Kind 1 are the last pieces, one for each
+    rank, if they are longer than the pieces of kind 0, which are all equal.
     """
     size = length // ranks // count
     if size >= 4 * count * block_size:  # then the last pieces are at most a quarter longer
@@ -297,11 +293,10 @@ def _cut(length: int, ranks: int, count: int, block_size: int) -> tuple[np.ndarr
     return cuts, kinds
 
 
-def _assign(costs: np.ndarray, kinds: np.ndarray, ranks: int, count: int) -> np.ndarray:
-    """Return the rank of each piece: every rank gets `count` pieces, and as many of each kind as the others.
-
-    The heaviest piece goes to the least loaded rank that has room for it. Swaps of two pieces then relieve the busiest
-    rank, until none helps. Without swaps orders of documents need up to twice as many pieces, each a call of a kernel.
+def _assign(costs: np.ndarray, kinds: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank of each piece: every rank gets as many pieces of each kind as the others. The heaviest
+    piece goes to the least loaded rank that has room for it. Swaps of two pieces then relieve the busiest rank, until
+    none helps. Without swaps orders of documents need up to twice as many pieces, each a call of a kernel.
     """
     owners, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(ranks)
     room = np.repeat(np.bincount(kinds, minlength=2)[:, None] // ranks, ranks, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,13 +31,12 @@ def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoRetu
 
 
 def check_int(call: str, name: str, value: Any) -> None:
-    """Raise ValueError if an argument is no int above 0."""
     if type(value) is not int or value < 1:
         fail(call, f"`{name}` must be an int above 0, got {describe(value)}.")
 
 
 def are_ascending(parts: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the starts ascend; torch.compile traces this for symbolic lengths, which it cannot sort."""
+    """Whether the starts ascend; torch.compile traces this for symbolic lengths, which it cannot sort."""
     return all(before[0] <= after[0] for before, after in itertools.pairwise(parts))
 
 
@@ -53,33 +52,25 @@ def merged(parts: Sequence[tuple[int, int]]) -> Parts:
 
 
 def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
-    """Return the parts of processes that hold a sequence one after the other."""
+    """The parts of processes that hold a sequence one after the other."""
     stops = itertools.accumulate(lengths)
     return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
 
 
 def size_of(parts: Parts) -> int:
-    """Return the number of tokens in some parts."""
     return sum(stop - start for start, stop in parts)
 
 
 def common(parts: Parts, others: Parts) -> Parts:
-    """Return the positions that are in both, in the order of `parts`, cut at the ends of both."""
+    """The positions that are in both, in the order of `parts`, cut at the ends of both."""
     both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
     return tuple((start, stop) for start, stop in both if start < stop)
 
 
 def seen_through(band: Band, rows: tuple[int, int], length: int) -> tuple[int, int]:
-    """Return the keys that rows (start, stop) of a sequence of some length see through a window."""
+    """The keys that rows (start, stop) of a sequence of some length see through a window."""
     first = 0 if band.left is None else max(0, rows[0] - band.left)
     return first, length if band.right is None else max(first, min(length, rows[1] + band.right))
-
-
-class OfParts(NamedTuple):
-    """What each rank computes and sees."""
-
-    blocks: Tensor  # computed blocks, int64 [ranks, heads or 1], summed over batch elements
-    seen: list[Parts]  # keys that each rank's queries see
 
 
 class CountedMask:
@@ -124,13 +115,14 @@ class CountedMask:
         return None if band is None or band.sequences is not None else band
 
     def seen(self, parts: Sequence[Parts]) -> list[Parts]:
-        """Return the keys that each rank sees, given its parts of the sequence."""
+        """The keys that each rank sees, given its parts of the sequence."""
         if self._band is None:
-            return self.of_parts(parts).seen
+            return self.of_parts(parts)[1]
         return [merged([seen_through(self._band, part, self.length) for part in own]) for own in parts]
 
-    def of_parts(self, parts: Sequence[Parts]) -> OfParts:
-        """Return what each rank computes and sees, given its parts of the sequence.
+    def of_parts(self, parts: Sequence[Parts]) -> tuple[Tensor, list[Parts]]:
+        """The number of blocks that each rank computes, int64 [ranks, heads or 1], summed over batch elements, and the
+        keys that it sees, given its parts of the sequence.
 
         Blocks of queries start where a part starts. Parts that meet at a whole number of blocks are counted together.
         If more than 32 counts would be needed, blocks of queries start at multiples of the block size, and a row of
@@ -164,10 +156,10 @@ class CountedMask:
                 blocks[rank] += own.sum((0, 2, 3)).cpu() * copies
                 if self._band is None:
                     seen[rank] |= own.flatten(0, 2).any(0).cpu()
-        return OfParts(blocks, [self._keys_in(columns) for columns in seen] if self._band is None else self.seen(parts))
+        return blocks, [self._keys_in(columns) for columns in seen] if self._band is None else self.seen(parts)
 
     def _keys_in(self, seen: Tensor) -> Parts:
-        """Return the keys in columns of blocks, bool [columns], as ranges."""
+        """The keys in columns of blocks, bool [columns], as ranges."""
         edges = torch.nn.functional.pad(seen.to(torch.int8), (1, 1)).diff().nonzero()[:, 0] * self.block_size
         starts, stops = edges.clamp(max=self.length).view(-1, 2).unbind(1)
         return tuple(zip(starts.tolist(), stops.tolist(), strict=True))

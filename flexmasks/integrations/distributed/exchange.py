@@ -50,7 +50,7 @@ def exchanging(what: str) -> Iterator[None]:
 def compare(
     call: str, mesh: DeviceMesh, length: int, texts: Mapping[str, str], failed: bool, numbers: Sequence[int] = ()
 ) -> list[int]:
-    """Return the lengths of all processes' parts, if all processes make the same call.
+    """The lengths of all processes' parts, if all processes make the same call.
 
     call: its name, for errors.
     length: the tokens of this process.
@@ -85,7 +85,7 @@ def compare(
 
 @functools.lru_cache(maxsize=64)
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same processes that exchanges tensors on the CPU."""
+    """A group of the same processes that exchanges tensors on the CPU."""
     if "cpu:gloo" in dist.get_backend_config(group):
         return group
     ranks = dist.get_process_group_ranks(group)
@@ -98,13 +98,13 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
-    """Return the number of this process in the first `ndim` dimensions of a mesh, the last one the fastest."""
+    """The number of this process in the first `ndim` dimensions of a mesh, the last one the fastest."""
     dims = range(len(mesh.shape) if ndim is None else ndim)
     return functools.reduce(lambda rank, dim: rank * mesh.size(dim) + mesh.get_local_rank(dim), dims, 0)
 
 
 def submesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """Return the one-dimensional mesh of the processes along a dimension."""
+    """The one-dimensional mesh of the processes along a dimension."""
     if mesh.ndim == 1:
         return mesh
     if not compat.is_compiling():
@@ -120,21 +120,25 @@ def _of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
 
 
 def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) -> Tensor:
-    """Return the parts of all processes one after the other; the gradient of a part is the sum over all processes.
+    """The parts of all processes one after the other; the gradient of a part is the sum over all processes.
 
     lengths: the size of each process's part along `dim`.
     """
     longest = max(lengths)
-    local = DTensor.from_local(_padded(x, dim, longest), mesh, [Shard(dim)], run_check=False)
+    missing = longest - x.shape[dim]
+    x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x.contiguous()
+    local = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
     with exchanging("keys and values"):
         full = local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return _without_padding(full, dim, lengths, longest)
+    if all(length == longest for length in lengths):
+        return full
+    parts = full.split(longest, dim)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
 def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
-    """Return some heads of all parts in place of all heads of a part: [B, H / ranks, S, D] each.
-
-    In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
+    """Some heads of all parts in place of all heads of a part: [B, H / ranks, S, D] each. In memory the sequence comes
+    first, and for each position the heads of all tensors lie side by side.
     """
     count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
     rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
@@ -144,9 +148,8 @@ def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Seq
 
 
 def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return all heads of a part in place of some heads of all parts: [B, H, S of the part, D].
-
-    In memory the sequence comes before the heads.
+    """All heads of a part in place of some heads of all parts: [B, H, S of the part, D]. In memory the sequence comes
+    before the heads.
     """
     count, (batch, heads, length, d), own_length = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
     rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, own_length, batch])
@@ -157,22 +160,10 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - x.shape[dim]
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x.contiguous()
-
-
-def _without_padding(x: Tensor, dim: int, lengths: Sequence[int], longest: int) -> Tensor:
-    if all(length == longest for length in lengths):
-        return x
-    parts = x.split(longest, dim)
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
-
-
 def received(
     tensors: Sequence[Tensor], mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]
 ) -> tuple[Tensor, ...]:
-    """Return the positions of a sequence that this process wants, in their natural order.
+    """The positions of a sequence that this process wants, in their natural order.
 
     The gradient of a part is the sum over all processes that want it.
 
@@ -201,7 +192,7 @@ class _Layout(NamedTuple):
     sizes: tuple[torch.Size, ...]  # [H, D] of each tensor
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors side by side, as rows [N, numbers]."""
+        """The tensors side by side, as rows [N, numbers]."""
         if compat.is_compiling():  # Inductor fuses this; in eager mode it would copy twice
             rows = torch.cat([x.flatten(-2) for x in tensors], -1)
         elif len(tensors) == 1 and tensors[0].is_contiguous():
@@ -214,7 +205,7 @@ class _Layout(NamedTuple):
         return rows.view(math.prod(self.lead[:-1]), self.lead[-1] * self._width)
 
     def unpacked(self, rows: Tensor) -> list[Tensor]:
-        """Return the tensors, which share the memory of the rows."""
+        """The tensors, which share the memory of the rows."""
         parts = rows.view(*self.lead, self._width).split([size.numel() for size in self.sizes], -1)
         return [part.unflatten(-1, size) for part, size in zip(parts, self.sizes, strict=True)]
 
@@ -223,23 +214,10 @@ class _Layout(NamedTuple):
         return sum(size.numel() for size in self.sizes)
 
 
-def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows that come from all processes, given those that go to them.
-
-    what: what the rows are, for errors.
-    come, sent: numbers of rows from and to each process, in the order of the rows.
-    """
-    with exchanging(what):
-        if compat.is_compiling():
-            return _traced_all_to_all(rows, list(come), list(sent), group)
-        buffer = rows.new_empty(sum(come), rows.shape[1])
-        dist.all_to_all_single(buffer, rows, list(come), list(sent), group)
-    return buffer
-
-
 class _Travel(NamedTuple):
-    """An exchange of rows: what they are, and their layout and numbers on both sides.
+    """An exchange of rows: what they are, for errors, and their layouts on both sides.
 
+    come, sent: numbers of rows from and to each process, in the order of the rows.
     strides: those of each result, or None for a result that shares the memory of the rows.
     of_gradients: strides of the gradients; by default those of the tensors.
     """
@@ -254,12 +232,18 @@ class _Travel(NamedTuple):
     of_gradients: tuple[int, ...] | None = None
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        rows = _all_to_all(self.what, self.here.packed(tensors), self.come, self.sent, self.group)
-        results = zip(self.there.unpacked(rows), self.strides, strict=True)
+        rows, come, sent = self.here.packed(tensors), list(self.come), list(self.sent)
+        with exchanging(self.what):
+            if compat.is_compiling():
+                rows_here = _traced_all_to_all(rows, come, sent, self.group)
+            else:
+                rows_here = rows.new_empty(sum(come), rows.shape[1])
+                dist.all_to_all_single(rows_here, rows, come, sent, self.group)
+        results = zip(self.there.unpacked(rows_here), self.strides, strict=True)
         return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
-        """Return the exchange that sends the gradients of tensors back."""
+        """The exchange that sends the gradients of tensors back."""
         strides = [self.of_gradients or _strides_to_fill(x) for x in tensors]
         return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group, strides)
 
@@ -271,7 +255,7 @@ def _laid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor without gaps or overlaps in its memory; None for another one."""
+    """The strides of a tensor without gaps or overlaps in its memory; None for another one."""
     return x.stride() if torch.empty_like(x, device="meta").stride() == x.stride() else None
 
 
@@ -352,14 +336,14 @@ class _Pieces(NamedTuple):
         return result
 
     def back(self, tensors: Sequence[Tensor]) -> _Pieces:
-        """Return the exchange that sends the gradients of tensors back."""
+        """The exchange that sends the gradients of tensors back."""
         stay = [(there, here) for here, there in self.stay]
         numbers = self.come, self.sent, self.arrive, self.leave, stay, self.sizes[::-1], self.group
         return _Pieces(*numbers, adds=not self.adds)
 
 
 def _place(parts: Parts, piece: tuple[int, int]) -> slice:
-    """Return where a piece of one of the parts stands in a tensor that holds them one after the other."""
+    """Where a piece of one of the parts stands in a tensor that holds them one after the other."""
     start, stop = piece
     index = next(i for i, (first, end) in enumerate(parts) if first <= start and stop <= end)
     at = size_of(parts[:index]) + start - parts[index][0]
@@ -379,7 +363,7 @@ def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
 
 
 def rearranged(x: Tensor, parts: Parts) -> Tensor:
-    """Return a sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
+    """A sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
     if are_ascending(parts):
         return x
     order = sorted(range(len(parts)), key=lambda i: parts[i])

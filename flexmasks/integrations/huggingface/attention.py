@@ -63,7 +63,7 @@ def attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of a layer's attention; transformers calls this function.
+    """The output of a layer's attention; transformers calls this function.
 
     Args:
         module: the layer.
@@ -175,7 +175,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
-    """Return the mask that a layer got, the position of its first query, and what to add to the scores."""
+    """The mask that a layer got, the position of its first query, and what to add to the scores."""
     mask, query, key = layer.mask, layer.query, layer.key
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
@@ -188,8 +188,8 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
                 "the position_ids of whole sequences."
             )
         if layer.cu_seq_lens is not None:
-            return mask.parts.mask(with_packing=False), mask.q_offset, None
-        if _leaves_documents_together(layer.module, mask, layer.position_ids):
+            return Parts(mask.parts.others, []).mask(), mask.q_offset, None
+        if _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
         return mask.mask, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
@@ -209,20 +209,18 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
     return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
 
 
-def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position_ids: Tensor | None) -> bool:
-    """Return whether positions start anew in a row that the mask does not divide into documents.
-
-    Only the first calls of a first layer are looked at, and none with padding, whose positions may start anew, too.
+def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
+    """Whether positions start anew in a row that the mask does not divide into documents. Only the first calls of a
+    first layer are looked at, and none with padding, whose positions may start anew, too.
     """
-    layer = getattr(module, "layer_idx", None)
-    if not may_keep(mask.device) or layer or mask.parts.packing:
+    if not may_keep(mask.device) or getattr(layer.module, "layer_idx", None) or mask.parts.packing:
         return False
     _, _, q_length, kv_length = mask.shape
-    if q_length != kv_length or not _is_of_tokens(position_ids, q_length):
+    if q_length != kv_length or not _is_of_tokens(layer.position_ids, q_length):
         return False
     if any(m.name == "key_padding" or not m.definition.own for m in mask.parts.others) or next(_LOOKS, None) is None:
         return False
-    return _several_documents(cast(Tensor, position_ids)) is not None
+    return _several_documents(cast(Tensor, layer.position_ids)) is not None
 
 
 @functools.cache
@@ -248,32 +246,31 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
 
 
 def _row(mask: Tensor, batch: int) -> Tensor:
-    """Return the keys that all queries of each batch element see, bool [batch, keys]."""
+    """The keys that all queries of each batch element see, bool [batch, keys]."""
     row = mask[:, 0, 0].expand(batch, -1)
     return row.clone() if may_keep(mask.device) else row  # what `_derived` keeps must not keep the mask itself alive
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Return what a mask that is added to the scores does not hide."""
+    """What a mask that is added to the scores does not hide."""
     return mask > torch.finfo(mask.dtype).min / 2
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's document; one starts where positions do not go on by one."""
+    """The number of each token's document; one starts where positions do not go on by one."""
     first = position_ids[:, :1] - 1
     return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
 
 
 def _with_rows(table: Tensor, query: Tensor) -> Tensor:
-    """Return a table with a row for each query, and a table that has them as the same object.
-
-    By the same object the layers of a step find each other's plans.
+    """A table with a row for each query, and a table that has them as the same object. By the same object the layers of
+    a step find each other's plans.
     """
     return table if table.shape[2] == query.shape[2] else table.expand(-1, -1, query.shape[2], -1)
 
 
 def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> Mask:
-    """Return the mask with its queries at position 0."""
+    """The mask with its queries at position 0."""
     batch, heads, q_length, _ = query.shape
     visible = dense_mask(mask, q_length, key.shape[2], batch=batch, heads=heads, device=query.device, q_offset=q_offset)
     return get_mask("dense", visible=visible)
@@ -283,7 +280,6 @@ def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> 
 
 
 def _without_mask(layer: _Layer) -> Mask:
-    """Return the mask of a layer that gets none."""
     q_length, position_ids = layer.query.shape[2], layer.position_ids
     one = _of_one_document(layer.module, layer.is_causal, layer.sliding_window, q_length)
     if one.name not in _CAUSAL:
@@ -298,7 +294,7 @@ def _without_mask(layer: _Layer) -> Mask:
 def _of_one_document(
     module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None, q_length: int
 ) -> Mask:
-    """Return the mask of a layer inside a document, without chunks."""
+    """The mask of a layer inside a document, without chunks."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal or q_length == 1:
@@ -311,12 +307,12 @@ def _of_one_document(
 
 
 def _is_of_tokens(position_ids: Tensor | None, length: int) -> bool:
-    """Return whether positions are those of all tokens, not of a grid of pixels or of some tokens only."""
+    """Whether positions are those of all tokens, not of a grid of pixels or of some tokens only."""
     return position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length
 
 
 def _several_documents(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, or None if each row is one document."""
+    """The number of each token's document, or None if each row is one document."""
     documents = _derived(_documents, position_ids)
     if may_keep(documents.device) and not bool(_derived(_has_several, documents)):
         return None
@@ -331,7 +327,7 @@ def _of_documents(
     batch: int,
     chunk_start: Tensor | None = None,
 ) -> Mask:
-    """Return the mask of rows of documents, in which chunks start anew.
+    """The mask of rows of documents, in which chunks start anew.
 
     chunk_start: int[B], the position of the first chunk where each row is one document; by default 0.
     """
@@ -348,7 +344,6 @@ def _of_documents(
 
 
 def _has_several(documents: Tensor) -> Tensor:
-    """Return whether some row has several documents, bool [] on the host."""
     return documents[:, -1].any().cpu()
 
 
@@ -366,7 +361,7 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
-    """Return a layer's mask of the whole sequence, and the parts of the processes."""
+    """A layer's mask of the whole sequence, and the parts of the processes."""
     given, position_ids = layer.mask, layer.position_ids
     if isinstance(given, ShardedMask) and given.of_whole is not None:
         return given.of_whole
@@ -409,7 +404,7 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
 
 
 def _problem(layer: _Layer) -> str:
-    """Return why a layer cannot attend to a sequence of several processes, or ""."""
+    """Why a layer cannot attend to a sequence of several processes, or ""."""
     if layer.position_bias is not None:
         return f"{layer.name} adds a bias between the tokens of its own part to the scores, which is unknown to others."
     if layer.cu_seq_lens is not None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def _of_two(operation: str, is_reflected: bool = False) -> Callable[[Expression, Any], Expression]:
-    """Return the method of Expression that writes an operator with two operands down."""
+    """The method of Expression that writes an operator with two operands down."""
 
     def method(self: Expression, other: Any) -> Expression:
         return Expression(operation, *((other, self) if is_reflected else (self, other)))
@@ -82,7 +82,7 @@ class Expression:
         return Expression("constant", False)
 
     def to(self, *given: Any, **options: Any) -> Expression:
-        """Return the same: expressions have no device, and booleans stay booleans."""
+        """The same: expressions have no device, and booleans stay booleans."""
         return self
 
     device = None
@@ -117,7 +117,7 @@ def _item(table: Any, index: Any) -> Expression:
 
 
 def expression_of(function: Callable[..., Any]) -> Expression | None:
-    """Return what a mask function computes, or None if it only runs on tensors; torch.compile can trace this."""
+    """What a mask function computes, or None if it only runs on tensors; torch.compile can trace this."""
     try:
         with _IndexingByExpressions():
             result = function(*INDICES)
@@ -127,7 +127,7 @@ def expression_of(function: Callable[..., Any]) -> Expression | None:
 
 
 def indices_in(value: Any) -> str:
-    """Return which of the letters b, h, q and k an expression depends on."""
+    """Which of the letters b, h, q and k an expression depends on."""
     if isinstance(value, list | tuple):
         return "".join([indices_in(v) for v in value])
     if not isinstance(value, Expression):
@@ -136,7 +136,7 @@ def indices_in(value: Any) -> str:
 
 
 def are_same(a: Any, b: Any) -> bool:
-    """Return whether two expressions differ at most in a position, q or kv."""
+    """Whether two expressions differ at most in a position, q or kv."""
     if isinstance(a, Expression) and isinstance(b, Expression):
         if not a.operands and not b.operands:
             return a.operation == b.operation or {a.operation, b.operation} == {"q", "kv"}
@@ -149,7 +149,7 @@ def are_same(a: Any, b: Any) -> bool:
 
 
 def value_of(value: Any, batch: Tensor, position: Tensor) -> Any:
-    """Return an expression's value, for indices of batch elements and positions that broadcast."""
+    """An expression's value, for indices of batch elements and positions that broadcast."""
     if isinstance(value, list | tuple):
         return type(value)([value_of(v, batch, position) for v in value])
     if not isinstance(value, Expression):

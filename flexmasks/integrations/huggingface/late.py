@@ -49,7 +49,7 @@ class LateMask(compat.BlockMask):
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LateMask:
-        """Return the mask itself; generate calls this method."""
+        """The mask itself; generate calls this method."""
         return self
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
@@ -57,7 +57,7 @@ class LateMask(compat.BlockMask):
         return LateMask(self.parts.changed(lambda m: m.to(device)), q_offset, self.shape, torch.device(device))
 
     def to_dense(self) -> Tensor:
-        """Return the mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
+        """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
         batch, heads, q_len, kv_len = self.shape
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "q_offset": self.q_offset}
         return dense_mask(self.mask, q_len, kv_len, device=self.device, **sizes)
@@ -153,7 +153,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> LateMask | Tensor:
-    """Return the mask of a step; transformers calls this function.
+    """The mask of a step; transformers calls this function.
 
     A step of decoding with a static cache gets the only row of its mask, bool [batch, 1, 1, keys]: transformers makes
     the mask outside of the compiled model, which would compile again for each new number in a LateMask.
@@ -223,13 +223,13 @@ class _Step(NamedTuple):
     device: torch.device
 
     def parts(self, query_stop: int) -> Parts | None:
-        """Return the masks of this library, or None if the function has none; queries are before `query_stop`."""
+        """The masks of this library, or None if the function has none; queries are before `query_stop`."""
         key_stop = self.kv_offset + self.shape[3]
         extents = self.shape[0], self.kv_offset, key_stop, query_stop, self.device
         return recognized(self.function, Positions(*extents, trusted=not self.use_vmap))
 
     def visible(self) -> Tensor:
-        """Return all values of the function, bool [batch, 1, queries, keys]."""
+        """All values of the function, bool [batch, 1, queries, keys]."""
         function = self.function
         batch, heads, q, kv = (torch.arange(n, device=self.device) for n in self.shape)
         q, kv = q + self.q_offset, kv + self.kv_offset
@@ -267,9 +267,8 @@ def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> 
 
 
 def with_versions(mask: Mask) -> Mask:
-    """Return the mask with copies of its tensors that count their changes.
-
-    Layers find each other's plans by these counts, which tensors of inference mode lack.
+    """The mask with copies of its tensors that count their changes. Layers find each other's plans by these counts,
+    which tensors of inference mode lack.
     """
     tensors = mask.tensors()
     try:
@@ -281,12 +280,12 @@ def with_versions(mask: Mask) -> Mask:
 
 
 def may_keep(device: torch.device) -> bool:
-    """Return whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
+    """Whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
     return not compat.is_compiling() and not is_captured(device)
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return the padding of the keys of a step; keys that a static cache has not written yet are padding, too."""
+    """The padding of the keys of a step; keys that a static cache has not written yet are padding, too."""
     if attention_mask is None:
         return None
     missing = first + length - attention_mask.shape[-1]
@@ -298,7 +297,6 @@ def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor |
 
 
 def _moved(function: Callable[..., Any], first: Tensor) -> Callable[..., Any]:
-    """Return the function of positions that are counted from the first key."""
 
     def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
         return function(b, h, q + first, kv + first)

@@ -61,37 +61,25 @@ class Parts:
     others: list[Mask]
     packing: list[Mask]
 
-    def mask(self, with_packing: bool = True) -> Mask:
-        return _all_of(self.others + (self.packing if with_packing else []))
+    def mask(self) -> Mask:
+        masks = self.others + self.packing
+        return functools.reduce(operator.and_, masks) if masks else get_mask("full")
 
     def changed(self, change: Callable[[Mask], Mask]) -> Parts:
         return Parts([change(m) for m in self.others], [change(m) for m in self.packing])
 
 
-def _all_of(masks: list[Mask]) -> Mask:
-    return functools.reduce(operator.and_, masks) if masks else get_mask("full")
-
-
 def recognized(function: Callable[..., Any], positions: Positions) -> Parts | None:
-    """Return a mask function as masks of this library, or None if some part of it has no such mask.
-
-    torch.compile can trace this.
+    """A mask function as masks of this library, or None if some part of it has no such mask. torch.compile can trace
+    this.
     """
     expression = expression_of(function)
     found = None if expression is None else _conjunction(expression, positions)
-    return None if found is None else Parts(_of_interval(found.interval) + found.others, found.packing)
+    return None if found is None else found[0]
 
 
-class _Conjunction(NamedTuple):
-    """A chain of `and`: an interval of keys, and masks, of which those in `packing` keep documents apart."""
-
-    interval: Interval
-    others: list[Mask]
-    packing: list[Mask]
-
-
-def _conjunction(expression: Expression, positions: Positions) -> _Conjunction | None:
-    """Return a chain of `and`, or None if some part of it has no mask."""
+def _conjunction(expression: Expression, positions: Positions) -> tuple[Parts, Interval | None] | None:
+    """A chain of `and` as masks, and as an interval of keys if it is one; or None if some part of it has no mask."""
     interval = Interval()
     equal: list[Mask] = []
     packing: list[Mask] = []
@@ -130,11 +118,12 @@ def _conjunction(expression: Expression, positions: Positions) -> _Conjunction |
     if seeing:
         documents = packing or equal
         others.append(_of_queries(seeing, documents.pop() if documents else None))
-    return _Conjunction(interval, equal + others, packing)
+    others = equal + others
+    return Parts(_of_interval(interval) + others, packing), None if others or packing else interval
 
 
 def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
-    """Return whether a part of a mask shows queries their own documents."""
+    """Whether a part of a mask shows queries their own documents."""
     if not positions.trusted or factor.operation != "eq" or not are_same(*factor.operands):
         return False
     sides = sorted("".join(s for s in "qk" if s in indices_in(x)) for x in factor.operands)
@@ -142,14 +131,14 @@ def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
 
 
 def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
-    """Return the mask of queries that see everything, or their own document."""
+    """The mask of queries that see everything, or their own document."""
     visible = functools.reduce(operator.and_, seeing)
     ids = torch.zeros_like(visible, dtype=torch.int32) if document is None else document.params["document_ids"]
     return get_mask("cross_document", q_document_ids=torch.where(visible, ids, ids.amin() - 1), kv_document_ids=ids)
 
 
 def _union(expression: Expression, positions: Positions) -> Mask | None:
-    """Return the mask of a chain of `or`."""
+    """The mask of a chain of `or`."""
     terms = [t for t in _operands(expression, "or_") if not _is_constant(t, False)]
     if not terms:
         return get_mask("band", lower=1, upper=0)
@@ -158,8 +147,9 @@ def _union(expression: Expression, positions: Positions) -> Mask | None:
         found = _conjunction(term, positions)
         if found is None:
             return None
-        masks.append(_all_of([*_of_interval(found.interval), *found.others, *found.packing]))
-        intervals.append(None if found.others or found.packing else found.interval)
+        parts, interval = found
+        masks.append(parts.mask())
+        intervals.append(interval)
     if len(terms) == 2:
         for interval, other in zip(intervals, terms[::-1], strict=True):
             spans = _spans(other, positions) if interval is not None and interval[:2] == (-_FAR, 0) else None
@@ -167,12 +157,12 @@ def _union(expression: Expression, positions: Positions) -> Mask | None:
                 return get_mask("bidirectional_spans", span_ids=spans)
         joined = _joined(*intervals)
         if joined is not None:
-            return _all_of(_of_interval(joined))
+            return Parts(_of_interval(joined), []).mask()
     return functools.reduce(operator.or_, masks)
 
 
 def _spans(expression: Expression, positions: Positions) -> Tensor | None:
-    """Return the span of each position, negative for none, if an expression shows queries their own spans."""
+    """The span of each position, negative for none, if an expression shows queries their own spans."""
     factors = [f for f in _operands(expression, "and_") if not _is_constant(f, True)]
     if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
         return None
@@ -184,7 +174,7 @@ def _spans(expression: Expression, positions: Positions) -> Tensor | None:
 
 
 def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
-    """Return the interval that two intervals without a gap make."""
+    """The interval that two intervals without a gap make."""
     if one is None or other is None:
         return None
     if one.low > one.high:  # it is empty
@@ -219,7 +209,7 @@ class _Linear(NamedTuple):
 
 
 def _interval(factor: Any, positions: Positions) -> Interval | None:
-    """Return the interval of a comparison of distances, or None for anything else."""
+    """The interval of a comparison of distances, or None for anything else."""
     if factor.operation not in ("lt", "le", "gt", "ge"):
         return None
     is_strict = factor.operation in ("lt", "gt")
@@ -245,7 +235,7 @@ def _interval(factor: Any, positions: Positions) -> Interval | None:
 
 
 def _linear(value: Any, positions: Positions) -> _Linear | None:
-    """Return a number as a linear function of positions, or None if it is none."""
+    """A number as a linear function of positions, or None if it is none."""
     if type(value) is int:
         return _Linear(0, 0, value)
     if not isinstance(value, Expression):
@@ -267,7 +257,7 @@ def _linear(value: Any, positions: Positions) -> _Linear | None:
 
 
 def _of_interval(interval: Interval) -> list[Mask]:
-    """Return the mask of an interval, or none if it shows everything."""
+    """The mask of an interval, or none if it shows everything."""
     low, high, _ = interval
     if (low, high) == (-_FAR, _FAR):
         return []
@@ -286,7 +276,7 @@ def _of_interval(interval: Interval) -> list[Mask]:
 
 
 def _of_equal(factor: Expression, positions: Positions) -> Mask | None:
-    """Return the mask of equal values of a query and a key."""
+    """The mask of equal values of a query and a key."""
     one, other = factor.operands
     if indices_in(one).count("k"):
         one, other = other, one
@@ -304,7 +294,7 @@ def _of_equal(factor: Expression, positions: Positions) -> Mask | None:
 
 
 def _chunk(value: Expression) -> tuple[int, Any] | None:
-    """Return the length of chunks, and where the first one starts, if a value is the number of a position's chunk."""
+    """The length of chunks, and where the first one starts, if a value is the number of a position's chunk."""
     if value.operation != "floordiv" or type(value.operands[1]) is not int or value.operands[1] < 1:
         return None
     (position, chunk), start = value.operands, 0
@@ -319,7 +309,7 @@ def _chunk(value: Expression) -> tuple[int, Any] | None:
 
 
 def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor:
-    """Return the values of an expression of one position, [batch, positions from the first key to `stop`].
+    """The values of an expression of one position, [batch, positions from the first key to `stop`].
 
     stop: by default the end of the keys and queries.
     """

@@ -22,7 +22,7 @@ _ACTIVE: list[Sharding] = []
 
 
 def active() -> Sharding | None:
-    """Return how the sequence of the models that run is sharded, or None."""
+    """How the sequence of the models that run is sharded, or None."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 
@@ -102,10 +102,8 @@ def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, 
 
 @contextlib.contextmanager
 def _packing_left_to(sharding: Sharding) -> Iterator[None]:
-    """Keep transformers from looking for packed rows in the part of one process.
-
-    transformers asks one function for the documents of a row before it makes the mask; here that function keeps the
-    position_ids and finds no documents.
+    """Keep transformers from looking for packed rows in the part of one process. transformers asks one function for the
+    documents of a row before it makes the mask; here that function keeps the position_ids and finds no documents.
     """
     from transformers import masking_utils
 
@@ -158,7 +156,7 @@ class Sharding:
         return cast(Tensor, attention(query, key, value, **how, **arguments))
 
     def whole(self, name: str, part: Tensor | None, position_ids: Tensor | None, length: int, problem: str) -> Whole:
-        """Return a whole tensor [B or 1, tokens], and the parts of the processes.
+        """A whole tensor [B or 1, tokens], and the parts of the processes.
 
         All processes make the call equally often. All have a part of the tensor, or none has.
 
@@ -183,8 +181,8 @@ class Sharding:
         lengths = [length] * self.mesh.size()
         if self.check:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
-            told = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
-            texts = {"attention_mask or position_ids": told, "order": repr(self.order)}
+            shown = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
+            texts = {"attention_mask or position_ids": shown, "order": repr(self.order)}
             state = 4 * length + 2 * is_new + counts_from_0
             states = compare("attention", self.mesh, state, texts, bool(problem))
             lengths = [s >> 2 for s in states]

@@ -71,9 +71,8 @@ def patch_vision(model: nn.Module) -> int:
 
 
 def _arguments(layer: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the arguments of a layer that loops over images, else None.
-
-    All forwards of transformers that take `cu_seqlens` and ask whether flash attention is requested have the loop.
+    """The names of the arguments of a layer that loops over images, else None. All forwards of transformers that take
+    `cu_seqlens` and ask whether flash attention is requested have the loop.
     """
     forward = inspect.unwrap(type(layer).forward)
     if "is_flash_attention_requested" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
@@ -93,10 +92,9 @@ def _is_own(layer: Any) -> bool:
 def _with_one_turn(
     names: tuple[str, ...], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments with which the loop of a layer has one turn, or None to leave them as they are.
-
-    The layer splits its input by `cu_seqlens`, so it gets those of one sequence. It hands on the arguments that it does
-    not know to the attention function, which so gets the real `cu_seqlens`.
+    """The arguments with which the loop of a layer has one turn, or None to leave them as they are. The layer splits
+    its input by `cu_seqlens`, so it gets those of one sequence. It hands on the arguments that it does not know to the
+    attention function, which so gets the real `cu_seqlens`.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     cu_seqlens = given.get("cu_seqlens")
