@@ -70,9 +70,7 @@ def _with_names(kind: str) -> Callable[..., str]:
 
 @says_what_to_write(_with_names("mask"))
 def get_mask(name: MaskLike, /, **params: Any) -> Mask:
-    """Return a mask by name, with its parameters.
-
-    A plain function `(b, h, q, kv, *, parameters)` is accepted in place of the name.
+    """Return a mask, by its name or a function `(b, h, q, kv, *, parameters)`, with its parameters.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -86,9 +84,7 @@ def get_mask(name: MaskLike, /, **params: Any) -> Mask:
 
 @says_what_to_write(_with_names("score"))
 def get_score(name: ScoreLike, /, **params: Any) -> Score:
-    """Return a score change by name, with its parameters.
-
-    A plain function `(score, b, h, q, kv, *, parameters)` is accepted in place of the name.
+    """Return a score change, by its name or a function `(score, b, h, q, kv, *, parameters)`, with its parameters.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -115,14 +111,10 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
         if len(takers) != 1:
             raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}.")
         own_params[takers[0]][name] = value
-    values = [
-        (Mask if d.kind == "mask" else Score).of(d, {**given, **own})
-        for (d, given), own in zip(targets, own_params, strict=True)
-    ]
-    masks = [value for value in values if isinstance(value, Mask)]
-    changes = [value for value in values if isinstance(value, Score)]
-    chained = Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
-    return next(iter(masks), None), chained
+    values = [(d, {**given, **own}) for (d, given), own in zip(targets, own_params, strict=True)]
+    made = None if mask is None else Mask.of(*values.pop(0))
+    changes = [Score.of(*value) for value in values]
+    return made, Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
 
 
 def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
@@ -148,15 +140,12 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
 
 
 def _nearest_argument(name: str) -> str:
-    """Return the end of a sentence that names the nearest argument of `attention`."""
     near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
     return "".join(f"; or is it the argument `{n}`" for n in near)
 
 
 def functions_of(kind: str, value: Any) -> Any:
-    """Return a mask or score in a form that `structure.flatten` takes apart.
-
-    value: the mask or score as a user passes it to a call.
+    """Return a mask or score, as a user passes it to a call, in a form that `structure.flatten` takes apart.
 
     A registered name becomes the functions of its definition. One of the library's own names stays a name, because
     its functions never change.
@@ -170,10 +159,7 @@ def functions_of(kind: str, value: Any) -> Any:
 
 
 def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
-    """Return the definition and the bound parameters of a mask or score.
-
-    value: the mask or score as a user passes it to a call.
-    """
+    """Return the definition and the bound parameters of a mask or score, as a user passes it to a call."""
     if isinstance(value, str):
         return definition(kind, value), {}
     if isinstance(value, Mask | Score):

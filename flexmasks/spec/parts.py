@@ -24,22 +24,15 @@ _LENGTH = "length in 0.."  # no kernel is compiled for a new one
 
 @dataclass(frozen=True)
 class Part:
-    """A place in a larger call.
+    """A place in a larger call, where queries and keys have the same positions."""
 
-    first_batch, first_head: the indices of the first batch element and head of the part.
-    first_position: added to the positions of queries, those of `q_offset` included, and of keys.
-    key_positions: int[KV], the positions of the part's keys in the whole call, if they are no range; or None.
-    batch, heads, length: sizes of the whole call. Queries and keys have the same positions there. A length of None
-        stands for the number of the part's keys.
-    """
-
-    batch: int
+    batch: int  # sizes of the whole call
     heads: int
-    length: int | None
-    first_batch: int = 0
+    length: int | None  # None for the number of the part's keys
+    first_batch: int = 0  # the index of the part's first batch element
     first_head: int = 0
-    first_position: int = 0
-    key_positions: Tensor | None = None
+    first_position: int = 0  # added to the positions of queries, those of `q_offset` included, and of keys
+    key_positions: Tensor | None = None  # int[KV], of the part's keys in the whole call, if they are no range
 
 
 def part_of(value: _Value, part: Part) -> _Value:
@@ -71,54 +64,43 @@ def _prepare(
 
 
 def _inner_size(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
-    """Return the sizes of the whole call."""
     length = size.kv_len if length is None else length
     return replace(size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0)
 
 
 def _band(size: Size, *, inner: Mask, first_position: int, key_positions: Tensor | None, **sizes: Any) -> Band | None:
-    """Return the band of a mask of distances, which is the same in each part."""
     if key_positions is not None:
         return None
     band = band_of(inner, _inner_size(size, **sizes))
-    return None if band is None or band.sequences is not None else band
+    return None if band is None or band.sequences is not None else band  # distances are the same in each part
 
 
-def _cap(size: Size, *, inner: Score, batch: int, heads: int, length: int | None, **others: Any) -> float | None:
-    return cap_of(inner, _inner_size(size, batch=batch, heads=heads, length=length))
+def _cap(size: Size, *, inner: Score, **sizes: Any) -> float | None:
+    return cap_of(inner, _inner_size(size, **sizes))
 
 
-def _of_mask(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    inner: Callable[..., Tensor],
-    first_batch: int,
-    first_head: int,
-    first_position: int,
-    key_positions: Tensor | None,
-) -> Tensor:
-    kv = key_positions[kv] if key_positions is not None else _shifted(kv, first_position)
-    return inner(_shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv)
+def _of_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any) -> Tensor:
+    return inner(*_in_whole_call(b, h, q, kv, **place))
 
 
 def _of_score(
-    score: Tensor,
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any
+) -> Tensor:
+    return inner(score, *_in_whole_call(b, h, q, kv, **place))
+
+
+def _in_whole_call(
     b: Tensor,
     h: Tensor,
     q: Tensor,
     kv: Tensor,
-    *,
-    inner: Callable[..., Tensor],
     first_batch: int,
     first_head: int,
     first_position: int,
     key_positions: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     kv = key_positions[kv] if key_positions is not None else _shifted(kv, first_position)
-    return inner(score, _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv)
+    return _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv
 
 
 def _shifted(index: Tensor, first: int) -> Tensor:

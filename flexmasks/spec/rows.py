@@ -45,10 +45,7 @@ def _prepare(
 
 
 def _inner_size(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Size:
-    """Return the sizes that the inner mask or score sees: those of all sequences.
-
-    If values may not be read, a sequence is assumed to have at most as many queries as keys.
-    """
+    # If values may not be read, a sequence is assumed to have at most as many queries as keys.
     if not may_read(size, firsts, lasts):
         at_most = (*size.at_most, "Q", "S")
         return replace(size, batch=len(lasts), q_len=size.kv_len, q_offset=size.kv_len, at_most=at_most)
@@ -57,41 +54,27 @@ def _inner_size(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, la
 
 
 def _band(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
-    """Return the band of a mask of distances, which is the same in each row.
-
-    It does not hold for queries behind the last one of a sequence, whose results nobody takes.
-    """
+    # Distances are the same in each row, but for queries behind the last one of a sequence, whose results nobody takes.
     band = band_of(inner, _inner_size(size, inner=inner, **places))
     return None if band is None or band.sequences is not None else band
 
 
-def _of_mask(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], sequences: Tensor, lasts: Tensor
-) -> Tensor:
-    sequence = sequences[b]
-    last = lasts[sequence]
-    return inner(sequence, h, torch.where(q > last, last, q), kv)
+def _of_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor) -> Tensor:
+    return inner(*_in_sequences(b, h, q, kv, **rows))
 
 
 def _of_score(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    inner: Callable[..., Tensor],
-    sequences: Tensor,
-    lasts: Tensor,
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor
 ) -> Tensor:
+    return inner(score, *_in_sequences(b, h, q, kv, **rows))
+
+
+def _in_sequences(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, sequences: Tensor, lasts: Tensor) -> tuple[Tensor, ...]:
     sequence = sequences[b]
     last = lasts[sequence]
-    return inner(score, sequence, h, torch.where(q > last, last, q), kv)
+    return sequence, h, torch.where(q > last, last, q), kv
 
 
-_MASK_ROWS = add_operator(
-    define("mask", _of_mask, "mask_rows", registered=True, prepare=_prepare, inner_size=_inner_size, native=_band)
-)
-_SCORE_ROWS = add_operator(
-    define("score", _of_score, "score_rows", registered=True, prepare=_prepare, inner_size=_inner_size)
-)
+_HOOKS: dict[str, Any] = {"registered": True, "prepare": _prepare, "inner_size": _inner_size}
+_MASK_ROWS = add_operator(define("mask", _of_mask, "mask_rows", native=_band, **_HOOKS))
+_SCORE_ROWS = add_operator(define("score", _of_score, "score_rows", **_HOOKS))

@@ -43,7 +43,7 @@ class Read(NamedTuple):
 def reads_of(*functions: Any) -> tuple[Read, ...] | str:
     """Return ways to all tensors, then to all numbers, that functions captured, or why they cannot be read."""
     walk = Walk(elements=True)
-    structure = walk.structure(*walk.take(functions))
+    structure = walk.structure(functions)
     if structure.unreadable:
         return structure.unreadable
     if any(isinstance(value, Readable) for _, value, *_ in walk.seen.values()):
@@ -138,7 +138,7 @@ def made(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _may_read_registry(key: Any) -> bool:
-    """Return whether a key holds code of this library that may look up names."""
+    # Whether a key holds code of this library that may look up names.
     if isinstance(key, tuple):
         return any(map(_may_read_registry, key))
     name = key.__name__ if isinstance(key, types.ModuleType) else getattr(key, "__module__", None)
@@ -146,7 +146,7 @@ def _may_read_registry(key: Any) -> bool:
 
 
 def _content(key: Any) -> str:
-    """Return a key as text that is equal in every process."""
+    # Text that is equal in every process.
     if isinstance(key, tuple):
         return f"({', '.join(map(_content, key))})"
     if isinstance(key, types.CodeType):
