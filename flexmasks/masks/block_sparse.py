@@ -106,9 +106,7 @@ def _topk_prepare(
     },
 )
 def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
-    """Blocks of keys that were chosen for each block of queries.
-
-    A router's top-k chooses them, for example.
+    """Blocks of keys that were chosen for each block of queries, by a router's top-k for example.
 
     indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
         -1 for none.

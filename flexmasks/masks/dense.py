@@ -23,9 +23,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Tensor:
-    """A boolean tensor, True where the key is visible.
-
-    Blocks without a visible pair are still skipped.
+    """A boolean tensor, True where the key is visible; blocks without a visible pair are still skipped.
 
     visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. The kernel reads the tensor
         itself, one byte for each pair.

@@ -24,9 +24,7 @@ def dilated_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach
 
 @register_mask(example=lambda length: {"stride": length // 16})
 def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Step) -> Tensor:
-    """Each query sees `stride` keys before it, and every `stride`-th key further back.
-
-    The query's own key is visible. An earlier key is visible if q - kv <= stride or q - kv is a multiple of stride.
+    """Each query sees itself, `stride` keys before it, and every `stride`-th key further back.
 
     stride: the reach of the near keys, and the distance between the far keys.
 

@@ -1,5 +1,7 @@
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -69,16 +71,12 @@ def _in_kernels(
 
 
 @register_mask(
-    prepare=_prepare2,
-    compiled=_in_kernels,
-    example=lambda length: {"height": 16, "width": length // 16, "kernel": 7},
+    prepare=_prepare2, compiled=_in_kernels, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7}
 )
 def natten(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
-    """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
-
-    At an edge the window shifts inward, so that every pixel sees the same number of pixels.
+    """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis, at an edge in a shifted window.
 
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
     kernel: number of pixels seen per axis, an int or (rows, columns); an even kernel has one more pixel before the
@@ -103,9 +101,7 @@ def natten(
 
 @register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
 def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
-    """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
-
-    At an end the window shifts inward.
+    """Neighborhood attention on a sequence: each token sees `kernel` tokens, at an end in a window shifted inward.
 
     length: number of tokens.
     kernel, dilation, stride, causal: as in the mask `natten`, for one axis.
@@ -124,9 +120,7 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
 def natten3d(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
-    """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
-
-    At an edge the window shifts inward.
+    """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis, at an edge in a shifted window.
 
     depth, height, width: the canvas; token t is voxel (t // (height * width), t // width % height, t % width).
     kernel, dilation, stride, causal, order: as in the mask `natten`, one for all axes or (depth, rows, columns):
@@ -229,32 +223,17 @@ def apart(i: Tensor, dilation: int) -> Place:
 
 def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Pixels) -> Tensor:
     places = zip(_places(q, axes, pixels), _places(kv, axes, pixels), axes, strict=True)
-    seen = [_sees(i, j, *axis) for i, j, axis in places]
-    for more in seen[1:]:
-        seen[0] = seen[0] & more
-    return seen[0]
+    return functools.reduce(operator.and_, [sees(i, j, *axis) for i, j, axis in places])
 
 
-def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
-    """Whether i sees j on one axis. With dilation they see each other only inside a group of every dilation-th
-    pixel.
-    """
-    return _sees(apart(i, dilation), apart(j, dilation), length, kernel, dilation, stride, causal)
-
-
-def _sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+def sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+    """Whether i sees j on one axis. With dilation they see each other only inside their group."""
     first, last = limits(*i, length, kernel, dilation, stride, causal)
-    seen = _is_between(j[0], first, last, kernel // 2 if kernel % 2 and not causal else None)
+    if kernel % 2 and not causal:
+        seen = (j[0] - (first + kernel // 2)).abs() <= kernel // 2  # one comparison is faster than two
+    else:
+        seen = (j[0] >= first) & (j[0] <= last)
     return seen if j[1] is None else seen & (j[1] == i[1])
-
-
-def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Tensor:
-    """Whether j lies between two pixels, both included; `half` of their distance, if it is whole and always the
-    same.
-    """
-    if half is None:
-        return (j >= first) & (j <= last)
-    return (j - (first + half)).abs() <= half  # one comparison is faster than two
 
 
 def limits(

@@ -42,9 +42,7 @@ def packed_mask(
     kv_sequence: Tensor,
     kv_position: Tensor,
 ) -> Tensor:
-    """Any mask inside each of several sequences laid end to end.
-
-    The sequences do not see each other.
+    """Any mask inside each of several sequences laid end to end, which do not see each other.
 
     inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
     offsets: where each sequence starts, and the end of the last one (cu_seqlens of varlen attention); later tokens are
@@ -91,9 +89,7 @@ def packed(
     max_length: int | None = None,
     **params: Any,
 ) -> Mask | Score:
-    """Return a mask (or Score) inside sequences laid end to end.
-
-    The sequences do not see each other.
+    """Return a mask (or Score) inside sequences laid end to end, which do not see each other.
 
     Args:
         inner: a Mask, a mask's name, a mask function, or a Score. Inside, the batch index is the number of the

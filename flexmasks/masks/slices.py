@@ -48,9 +48,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: Tensor) -> Tensor:
-    """Rectangles of queries and keys, each full or cut along diagonals.
-
-    A pair is visible if at least one slice shows it.
+    """Rectangles of queries and keys, each full or cut along diagonals; at least one shows each visible pair.
 
     q_ranges, kv_ranges: the start and the end of the queries and of the keys of each slice; the end itself is outside.
         Slices may share queries, keys and pairs.

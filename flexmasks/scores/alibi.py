@@ -48,9 +48,7 @@ def alibi(
     bidirectional: bool,
     heads: int = 0,
 ) -> Tensor:
-    """Scores minus a slope of each head times the distance (ALiBi).
-
-    The score becomes score - slopes[h] * (q - kv).
+    """Scores minus a slope of each head times the distance (ALiBi): score - slopes[h] * (q - kv).
 
     slopes: one for each query head. By default the slopes of the paper, if the number of heads is known; a score_mod of
         torch's own flex_attention needs `slopes`. A tensor that requires a gradient gets one.
