@@ -84,7 +84,7 @@ FAULTS: list[Fault] = [
     Fault("ranges/conversion.py", "x.lo.trunc(), x.hi.trunc()", "x.lo.floor(), x.hi.floor()"),
     # --- blocks ---
     Fault("blocks/decide.py", "decided.certain.shape[0], decided.certain.shape[1]", "decided.certain.shape[0], 1"),
-    Fault("blocks/build.py", "    if kv_len % block_size[1]:\n        full[..., -1] = False\n", ""),
+    Fault("blocks/build.py", "    if columns.length % columns.block_size:\n        full[..., -1] = False\n", ""),
     Fault(
         "blocks/build.py",
         "any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))",

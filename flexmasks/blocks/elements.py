@@ -49,7 +49,6 @@ def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Ca
     vmapped: Callable[..., Tensor] = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         vmapped = torch.vmap(vmapped, in_dims=prefix + dims)
-
     return with_indexing_by_numbers(vmapped)
 
 

@@ -39,9 +39,7 @@ def are_narrow(block_mask: compat.BlockMask) -> bool:
 
 
 def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
-    """A BlockMask whose lists have a place for each block, as torch's kernels on a CPU want them, not those on a
-    GPU.
-    """
+    """A BlockMask whose lists have a place for each block, which torch's kernels want on a CPU, but not on a GPU."""
     if block_mask.kv_indices.is_cuda or not are_narrow(block_mask):
         return block_mask
     rows, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
@@ -170,7 +168,6 @@ def _runs(partial_and_full: Tensor) -> _Runs:
 
 
 def _counts(runs: _Runs, lines: int) -> Tensor:
-    """The number of marked places of each line."""
     counts = torch.zeros(lines, dtype=torch.int64, device=runs.line.device)
     return counts.index_add_(0, runs.line, runs.end - runs.first)
 

@@ -36,7 +36,7 @@ def _comparison(
 
 
 def _without_nan(r: Range) -> Range:
-    """A range that compares as false where it may be NaN."""
+    # It compares as false where it may be NaN.
     if not r.dtype.is_floating_point:
         return r
     nan = may_be_nan(r)
@@ -52,8 +52,6 @@ equal = rule("eq")(
         lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
     )
 )
-
-
 rule("gt", "greater")(reflected(less))
 rule("ge", "greater_equal")(reflected(less_equal))
 
