@@ -60,7 +60,7 @@ FAULTS: list[Fault] = [
     Fault("ranges/selection.py", "torch.minimum(x.lo, y.lo), y.lo", "torch.maximum(x.lo, y.lo), y.lo"),
     Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
     Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
-    Fault("ranges/truth.py", "certain = (x.lo & ~y.hi)", "certain = (x.lo & ~y.lo)"),
+    Fault("ranges/truth.py", "lambda x, y: (x.lo & ~y.hi)", "lambda x, y: (x.lo & ~y.lo)"),
     Fault(
         "ranges/truth.py",
         "certain(_without_nan(x), _without_nan(y))",

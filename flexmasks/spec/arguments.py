@@ -56,8 +56,7 @@ _TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
 
 def _with_names(kind: str) -> Callable[..., str]:
-    """Return what to write in place of parameters that have no names."""
-
+    # What to write in place of parameters that have no names.
     def hint(name: Any, *given: Any) -> str:
         known, bound = _definition_and_params(kind, name)
         free = [parameter for parameter in known.parameters if parameter not in bound]
@@ -118,7 +117,6 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
 
 
 def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
-    """Say why a parameter has no owner, or more than one."""
     if takers:
         owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
         return (
@@ -127,21 +125,20 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
         )
     if any(name in given for _, given in targets):
         return f"`{name}` is given twice: the mask or score already has it"
-    takes = "; ".join(
-        f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
-        for d, given in targets
-    )
     if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
-        return f"no parameter is named `{name}`; {advice_on_tensor(_TENSORS_ELSEWHERE[name], value)}"
-    hint = _KEYWORDS_ELSEWHERE.get(name) or f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
-    is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
-    near = "" if is_known else _nearest_argument(name)
-    return f"no parameter is named `{name}`; {hint}{near}"
-
-
-def _nearest_argument(name: str) -> str:
-    near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
-    return "".join(f"; or is it the argument `{n}`" for n in near)
+        hint = advice_on_tensor(_TENSORS_ELSEWHERE[name], value)
+    elif name in _KEYWORDS_ELSEWHERE:
+        hint = _KEYWORDS_ELSEWHERE[name]
+    else:
+        takes = "; ".join(
+            f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
+            for d, given in targets
+        )
+        hint = f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
+        if name not in _ARGUMENTS and not compat.is_compiling():  # torch cannot trace difflib
+            near = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
+            hint += "".join(f"; or is it the argument `{n}`" for n in near)
+    return f"no parameter is named `{name}`; {hint}"
 
 
 def functions_of(kind: str, value: Any) -> Any:

@@ -56,7 +56,6 @@ class Band:
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
-    """Return a mask as a band, or None if it is none at these sizes."""
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
@@ -64,7 +63,6 @@ def band_of(mask: Mask, size: Size) -> Band | None:
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    """Return the cap of a soft-cap, or None for any other score."""
     return cast("float | None", _native(score, size))
 
 

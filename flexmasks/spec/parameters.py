@@ -243,7 +243,6 @@ def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """The keyword-only parameters of a function, by name."""
     signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not signature:
         return {}
@@ -403,11 +402,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _match(
     dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int], at_most: tuple[str, ...]
 ) -> dict[str, int] | None:
-    """Return the sizes of new names, or None if the shape does not match.
-
-    dims: the dimensions of a specification.
-    at_most: names of sizes that are upper bounds, which a dimension may be smaller than.
-    """
+    """Return the sizes of new names, or None if the shape does not match. Sizes in `at_most` are upper bounds."""
     if len(dims) != len(shape):
         return None
     new_sizes: dict[str, int] = {}

@@ -123,7 +123,7 @@ Recipe = Callable[[Filling], Any]  # makes a part again; it may hold no leaf
 
 
 def _once(number: int, recipe: Recipe, filling: Filling) -> Any:
-    """Make a part once for all places that hold it."""
+    # Made once for all places that hold it.
     if number not in filling.parts:
         filling.parts[number] = recipe(filling)
     return filling.parts[number]
@@ -355,7 +355,6 @@ class Walk:
         self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
 
     def structure(self, value: Any) -> Structure:
-        """Take the whole value apart."""
         key, recipe = self.take(value)
         return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
 
