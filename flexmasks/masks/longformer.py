@@ -16,7 +16,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(example=_example)
 def global_tokens(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tokens: Tokens) -> Tensor:
-    """Global tokens see every key and are seen by every query; all other pairs are hidden.
+    """Global tokens see every key and are seen by every query; all else is hidden.
 
     tokens: the number of global tokens at the start, or a boolean for each position, for all batch elements or for
         each.
@@ -32,10 +32,10 @@ def global_tokens(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tokens: Tokens
 
 @register_mask(example=lambda length: {"window": length // 16, **_example(length)})
 def longformer(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach, tokens: Tokens) -> Tensor:
-    """A window on both sides of each query, and global tokens that see everything and are seen by everything.
+    """A window on both sides of each query, and global tokens.
 
     window: number of keys on each side.
-    tokens: the global tokens, as in the mask `global_tokens`.
+    tokens: the global tokens, as in the mask `global_tokens`; they see everything and are seen by everything.
 
     Source: Beltagy et al., Longformer, 2020 (its window size w is window = w // 2).
     Peers: attention-gym generate_global_sliding_window(window, is_global=tokens); FlashMask Global + Sliding Window

@@ -30,7 +30,7 @@ def _prepare1(
     stride: Kernel1 = 1,
     causal: Annotated[bool, "bool"] = False,
 ) -> dict[str, Any]:
-    return _prepare(size, {"length": length}, kernel, dilation, stride, causal, None)
+    return _prepare(size, {"length": length}, None, kernel, dilation, stride, causal)
 
 
 def _prepare2(
@@ -44,8 +44,8 @@ def _prepare2(
     causal: Annotated[bool | tuple[bool, bool], "bool | bool(2)"] = False,
     order: Order = None,
 ) -> dict[str, Any]:
-    prepared = _prepare(size, {"height": height, "width": width}, kernel, dilation, stride, causal, order)
-    return _with_words(size, prepared)
+    canvas = {"height": height, "width": width}
+    return _with_words(size, _prepare(size, canvas, order, kernel, dilation, stride, causal))
 
 
 def _prepare3(
@@ -61,7 +61,7 @@ def _prepare3(
     order: Order = None,
 ) -> dict[str, Any]:
     canvas = {"depth": depth, "height": height, "width": width}
-    return _with_words(size, _prepare(size, canvas, kernel, dilation, stride, causal, order))
+    return _with_words(size, _prepare(size, canvas, order, kernel, dilation, stride, causal))
 
 
 def _in_kernels(
@@ -76,11 +76,11 @@ def _in_kernels(
 def natten(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
-    """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis, at an edge in a shifted window.
+    """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
-    kernel: number of pixels seen per axis, an int or (rows, columns); an even kernel has one more pixel before the
-        query than after it.
+    kernel: number of pixels seen per axis, an int or (rows, columns), also at an edge, where the window shifts inward;
+        an even kernel has one more pixel before the query than after it.
     dilation: distance between neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
     stride: number of neighboring queries that share a window, an int or (rows, columns), at most the kernel. They
         share the window of their middle query (of two, the right one), or on a causal axis of their last query. With
@@ -101,7 +101,7 @@ def natten(
 
 @register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
 def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
-    """Neighborhood attention on a sequence: each token sees `kernel` tokens, at an end in a window shifted inward.
+    """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
 
     length: number of tokens.
     kernel, dilation, stride, causal: as in the mask `natten`, for one axis.
@@ -120,7 +120,7 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
 def natten3d(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
-    """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis, at an edge in a shifted window.
+    """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
 
     depth, height, width: the canvas; token t is voxel (t // (height * width), t // width % height, t % width).
     kernel, dilation, stride, causal, order: as in the mask `natten`, one for all axes or (depth, rows, columns):
@@ -133,17 +133,10 @@ def natten3d(
     return _neighborhood(q, kv, axes, pixels)
 
 
-def _prepare(
-    size: Size | None,
-    canvas: dict[str, int],
-    kernel: Any,
-    dilation: Any,
-    stride: Any,
-    causal: Any,
-    order: Tensor | str | None,
-) -> dict[str, Any]:
+def _prepare(size: Size | None, canvas: dict[str, int], order: Tensor | str | None, *window: Any) -> dict[str, Any]:
+    """The arguments of the masks. `window`: kernel, dilation, stride and causal, one for all axes or for each."""
     check_canvas(size, canvas)
-    each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in (kernel, dilation, stride, causal)]
+    each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in window]
     axes = tuple(zip(canvas.values(), *each, strict=True))
     for name, (length, k, d, s, _) in zip(canvas, axes, strict=True):
         if k * d > length:

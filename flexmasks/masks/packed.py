@@ -42,9 +42,10 @@ def packed_mask(
     kv_sequence: Tensor,
     kv_position: Tensor,
 ) -> Tensor:
-    """Any mask inside each of several sequences laid end to end, which do not see each other.
+    """Any mask inside each of several sequences laid end to end.
 
-    inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
+    inner: the mask inside a sequence, which sees no other one; its batch index is the number of the sequence, its
+        positions start at 0 there.
     offsets: where each sequence starts, and the end of the last one (cu_seqlens of varlen attention); later tokens are
         padding.
     kv_offsets: the same for the keys if they are packed differently; by default `offsets`.

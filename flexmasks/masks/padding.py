@@ -25,10 +25,10 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
 
 @register_mask(example=lambda length: {"attention_mask": [[i >= length // 4 for i in range(length)]]})
 def key_padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, attention_mask: Marks) -> Tensor:
-    """Every query sees the keys that a [B, KV] mask marks by 1; padding may be on any side.
+    """Every query sees the keys that a [B, KV] mask marks by 1.
 
-    attention_mask: 1 or True for real keys, 0 or False for padding, as tokenizers give it. Combined with `causal`,
-        queries that are padding on the left see nothing and give output 0.
+    attention_mask: 1 or True for real keys, 0 or False for padding on any side, as tokenizers give it. Combined with
+        `causal`, queries that are padding on the left see nothing and give output 0.
 
     Source: Hugging Face tokenizers' attention_mask.
     Peers: Hugging Face padding_mask_function; torch.nn.MultiheadAttention key_padding_mask marks the hidden keys.

@@ -9,7 +9,7 @@ Length = Annotated[int | Tensor, "int in 0.. | int[] in 0.. | int[B] in 0.."]
 
 @register_mask(example=lambda length: {"prefix_len": length // 4})
 def prefix_lm(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: Length) -> Tensor:
-    """Every query sees the prefix, keys 0 to prefix_len - 1; after it attention is causal.
+    """Every query sees the prefix, keys 0 to prefix_len - 1; later keys causally.
 
     prefix_len: length of the prefix, one for all or one for each batch element. If it is longer than the keys,
         everything is visible. Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]),

@@ -47,12 +47,13 @@ def sliding_tile(
     tile: int,
     pixels: int,
 ) -> Tensor:
-    """Each tile of an image or a video sees a window of tiles, which shifts inward at an edge.
+    """Each tile of an image or a video sees a window of tiles.
 
     canvas: (height, width) or (depth, height, width). The tokens are in tiles, one tile after the other, as
         flexmasks.orders.tile_order(canvas, tile) puts them.
     tile: the sides of a tile, which divide the canvas. A tile with as many tokens as a block leaves no partial block.
-    window: the sides of the window in tiles; an even side has one more tile before the query's tile than after it.
+    window: the sides of the window in tiles, which shifts inward at an edge; an even side has one more tile before the
+        query's tile than after it.
     text: number of tokens of text after the canvas; they see everything and are seen by everything.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.

@@ -19,7 +19,7 @@ def _example(length: int) -> dict[str, object]:
 
 @register_mask(example=_example)
 def vision_cross(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, intervals: Intervals, image_ids: Images) -> Tensor:
-    """Tokens of text see the images whose interval they lie in: image i if start_i <= q < end_i.
+    """Text sees the images whose interval it is in: image i if start_i <= q < end_i.
 
     intervals: (start, end) of each of the N images in text positions, for all batch elements or for each.
     image_ids: the image of each key, for all batch elements or for each; -1 for a padding key, which no query sees.

@@ -18,7 +18,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example, relative=True)
 def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor) -> Tensor:
-    """Scores plus a learned bias for each head and distance: score + table[h, kv - q + max_distance].
+    """Scores plus a learned bias of the distance, table[h, kv - q + max_distance].
 
     table: [H, 2 * max_distance + 1], column 0 for keys max_distance or more before the query, the last column for keys
         max_distance or more after it. A tensor that requires a gradient gets one.

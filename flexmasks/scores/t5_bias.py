@@ -73,7 +73,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example, relative=True)
 def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, buckets: Tensor) -> Tensor:
-    """Scores plus T5's relative position bias for each bucket of distances: score + table[bucket of kv - q, h].
+    """Scores plus T5's relative position bias, table[bucket of kv - q, h].
 
     table: [buckets, query heads]. A tensor that requires a gradient gets one.
     max_distance: from this distance on, all distances share the last bucket of their side. Near distances have buckets

@@ -178,12 +178,8 @@ def _as_padding(m: str, value: Any) -> str:
 _NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
 
 
-def names(kind: str) -> Mapping[str, Definition]:
+def names(kind: str) -> dict[str, Definition]:
     return _NAMES[kind]
-
-
-def add(definition: Definition) -> None:
-    _NAMES[definition.kind][definition.name] = definition
 
 
 def definition(kind: str, name: str) -> Definition:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import Definition, add, define, names, operator_named
+from flexmasks.spec.definitions import Definition, define, names, operator_named
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -185,7 +185,7 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")
         if known is not None and known.own:  # caches know an own definition by its name
             clear_caches()
-        add(made)
+        names(kind)[made.name] = made
         return function
 
     return decorator

@@ -201,8 +201,8 @@ class Structure:
         """Return the value with other leaves, in the order of `Leaves`.
 
         numbers: by default those that the value has.
-        has_own_globals: let copies of functions have the global variables that they read for themselves. Others share
-            those of their module, where torch looks them up, and leaves among them are not replaced.
+        has_own_globals: let copies of functions have the global variables that they read for themselves. By default
+            they share those of their module, where torch looks them up, and leaves among them are not replaced.
         """
         return self._recipe(Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals))
 
@@ -235,7 +235,7 @@ def key_of(value: Any, tensors: list[Tensor]) -> Hashable:
 def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
     """Return a key of a function that reads only common kinds of values, and append its tensors, else None.
 
-    It takes a third of the time of `key_of`, which matters because every call of `attention` with a function runs it.
+    It takes a quarter of the time of `key_of`, which matters because every call of `attention` with a function runs it.
     The common kinds are constants, numbers, plain tensors and modules of libraries. Their rules are repeated from
     `Walk.take`, for speed: a change of one of them there must be made here too.
     """
