@@ -182,7 +182,7 @@ FAULTS: list[Fault] = [
         "return _shifted(b, first_batch), h",
         _DISTRIBUTED,
     ),
-    Fault("spec/rows.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
+    Fault("spec/parts.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
     Fault(
         "spec/structure.py",
         "return self._number(value, place, value > 0)",
