@@ -119,7 +119,7 @@ class Filling:
         return {key: make(self) for key, make in recipes.items()}
 
 
-Recipe = Callable[[Filling], Any]  # makes a part again; it may hold no leaf
+Recipe = Callable[[Filling], Any]  # makes a part of the leaves, and holds none itself
 
 
 def _once(number: int, recipe: Recipe, filling: Filling) -> Any:
@@ -150,7 +150,7 @@ class _FunctionParts(NamedTuple):
     own_globals: dict[str, Recipe]  # those that it reads
 
 
-def _function_again(parts: _FunctionParts, number: int, filling: Filling) -> Callable[..., Any]:
+def _copy_of_function(parts: _FunctionParts, number: int, filling: Filling) -> Callable[..., Any]:
     has_own = filling.has_own_globals and parts.own_globals
     if parts.plain is not None and not has_own:
         return parts.plain
@@ -337,7 +337,7 @@ class Readable:
     """Base of classes whose objects say how they are taken apart: Mask and Score."""
 
     def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
-        """Return the key of the object without leaves, and what makes it again, of `walk.take(part, place)`."""
+        """Return the key of the object without leaves, and its recipe, by `walk.take(part, place)` of its parts."""
         raise NotImplementedError
 
 
@@ -359,7 +359,7 @@ class Walk:
         return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
 
     def take(self, value: Any, place: Any = None) -> tuple[Hashable, Recipe]:
-        """Return a key of a part without leaves, and what makes it again.
+        """Return a key of a part without leaves, and its recipe.
 
         place: None in a tuple or list, where numbers are constants.
         """
@@ -489,8 +489,8 @@ class Walk:
                 key.append(part)
                 defaults.append(recipe)
         keywords, attributes = function.__kwdefaults__, function.__dict__ or None
-        of_keywords, keywords_again = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
-        of_attributes, attributes_again = self.take(attributes, (holder, "attribute", "__dict__"))
+        of_keywords, make_keywords = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
+        of_attributes, make_attributes = self.take(attributes, (holder, "attribute", "__dict__"))
         key += [of_keywords, of_attributes]
         own: dict[str, Recipe] = {}
         if not in_library:
@@ -506,10 +506,10 @@ class Walk:
             own = {} if uncertainty else own
         plain = None if cells or defaults or keywords or attributes else function
         parts = _FunctionParts(
-            plain, code, function.__name__, variables, cells, defaults, keywords_again, attributes_again,
+            plain, code, function.__name__, variables, cells, defaults, make_keywords, make_attributes,
             None if plain else function.__annotations__, own,
         )  # fmt: skip
-        return tuple(key), partial(_function_again, parts, self.seen[holder][0])
+        return tuple(key), partial(_copy_of_function, parts, self.seen[holder][0])
 
 
 def is_empty(cell: types.CellType) -> bool:
