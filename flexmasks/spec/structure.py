@@ -488,9 +488,12 @@ class Walk:
                 part, recipe = self.take(value, (holder, "default", name))
                 key.append(part)
                 defaults.append(recipe)
-        keywords, attributes = function.__kwdefaults__, function.__dict__ or None
-        of_keywords, make_keywords = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
-        of_attributes, make_attributes = self.take(attributes, (holder, "attribute", "__dict__"))
+        keywords, attributes = function.__kwdefaults__, function.__dict__
+        of_keywords, make_keywords = of_attributes, make_attributes = None, _kept(None)
+        if keywords:
+            of_keywords, make_keywords = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
+        if attributes:
+            of_attributes, make_attributes = self.take(attributes, (holder, "attribute", "__dict__"))
         key += [of_keywords, of_attributes]
         own: dict[str, Recipe] = {}
         if not in_library:
