@@ -9,10 +9,9 @@ that run.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,26 +19,24 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
-from flexmasks.backends.call import Call, Result, exports_any_length, must_be_deterministic
+from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.naming import naming
-from flexmasks.plans.portable import OfData, PortableBlockMask
+from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
-from flexmasks.plans.windows import window_of
+from flexmasks.plans.traced import TracedMask, TracedScore, without_traced
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data
-from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
@@ -52,12 +49,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
 _REASONS: list[str] = []  # reasons of refused backends, for errors
-# Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
-# padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
-# if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
-# those that matter, since attention takes more of a step.
-_CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
-_UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
+_UNKNOWN = ("unknown", "")  # stands for a score that is not given, and for functions that torch must trace
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -83,24 +75,26 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
-    way_of_mask = way_of_score = 0
     block_mask = None if request.block_mask is None else widened(request.block_mask)
-    if block_mask is not None:
-        name, mask_mod = _backend_of_block_mask(q, request, needs_grad, may_learn), block_mask.mask_mod
-    else:
+    resolved = None
+    if block_mask is None:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        any_length = exports_any_length(q, k)
-        # Raises errors of parameters, which torch would not show if they came later. In a program for any length its
-        # comparisons would bind the lengths; `_chosen` raises those of the example.
-        resolved = None if any_length else mask.resolve(size)
+        if not exports_any_length(q, k):
+            # Raises errors of parameters, which torch would not show if they came later. In a program for any length
+            # its comparisons would bind the lengths; `_chosen` raises those of the example.
+            resolved = mask.resolve(size)
         data = data_of(mask, q.device)
-        score_data = _data_of_score(score, q.device)
-        facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
-        arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
-        place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
-        if place >= len(_NAMES):
-            fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
-        name = _NAMES[place]
+        of_mask: tuple[Any, ...] = data, q_offset, None
+    else:
+        of_mask = *_data_of_block_mask(block_mask, q.device), compat.constants(tuple(block_mask.BLOCK_SIZE))
+    score_data = _data_of_score(score, q.device)
+    facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
+    arguments = of_mask, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
+    place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
+    if place >= len(_NAMES):
+        fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
+    name = _NAMES[place]
+    if block_mask is None:
         if name in _DIRECT:
             given = request.sink_logits
             sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
@@ -112,6 +106,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
+        mask = cast(Mask, mask)
         resolved = mask.resolve(size) if resolved is None else resolved
         mask_mod = shifted_mask(_bound(mask, resolved, size, name, way_of_mask), _held(q_offset, name))
         if name != "reference" or by_tiles:
@@ -119,6 +114,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
             lengths: Any = (size.q_len, size.kv_len)
             block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
+    elif way_of_mask:
+        block_mask = copy.copy(block_mask)
+        block_mask.mask_mod = mask_mod = _WAYS[way_of_mask - 1](block_mask.mask_mod)
+    else:
+        mask_mod = block_mask.mask_mod
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name, way_of_score)
@@ -165,6 +165,14 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
+def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, int | Tensor]:
+    """Return the mask of given blocks as data, or `_UNKNOWN`, and where its queries start."""
+    source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
+    if not isinstance(source, OfMask) or not is_readable(source.mask):
+        return _UNKNOWN, 0
+    return data_of(source.mask, device), source.q_offset
+
+
 def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
     """Return a score as data, or `_UNKNOWN`."""
     return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
@@ -183,31 +191,6 @@ class _Facts(NamedTuple):
     has_options: bool
 
 
-def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool, learns: bool) -> str:
-    """Return the name of the backend for a user's own BlockMask."""
-    if q.is_cuda:
-        if must_be_deterministic() and (learns or (needs_grad and request.backend == "flash")):
-            if request.backend not in ("auto", "reference"):
-                fail(
-                    f"backend {request.backend!r} adds gradients in changing order here, which "
-                    "torch.use_deterministic_algorithms(True) forbids; pass 'auto'."
-                )
-            return "reference"
-        if request.backend in ("sdpa", "cpu", "fa4") or (
-            request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
-        ):
-            fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
-        wanted = flash.block_size(q.shape[3], q.device) if request.backend == "flash" else None
-        # torch 2.13 gets `not in` with symbolic sizes wrong.
-        if wanted is not None and wanted != cast(compat.BlockMask, request.block_mask).BLOCK_SIZE:
-            fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
-        return "triton" if request.backend == "auto" else request.backend
-    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
-    if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
-        fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
-    return "reference" if needs_reference or request.backend == "reference" else "cpu"
-
-
 @in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
     """Return the backend and the ways of mask and score, as a tensor's lengths.
@@ -217,8 +200,8 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
     and the ways depend on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
-        data, _, q_offset, q, k, *_ = arguments
-        if exports_any_length(q, k):
+        (data, q_offset, block_size), _, _, q, k, *_ = arguments
+        if block_size is None and exports_any_length(q, k):
             _check_at_example(data, unread(_size(q, k), q_offset))
         call = _call_of(*arguments)
         place = _place_of_chosen(backend, call)
@@ -234,7 +217,7 @@ def _check_at_example(data: Any, size: Size) -> None:
     No symbolic lengths are compared.
     """
     with compat.without_dispatch_modes():
-        alone, known = _without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
+        alone, known = without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
         alone.resolve(known)
 
 
@@ -279,7 +262,7 @@ def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tupl
 
 
 def _call_of(
-    data: Any,
+    of_mask: tuple[Any, int | Tensor, tuple[int, int] | None],
     score_data: Any,
     q_offset: int | Tensor,
     q: Tensor,
@@ -290,101 +273,24 @@ def _call_of(
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
-    size = unread(_size(q, k), q_offset)
-    mask = cast(Mask, of_data("mask", data))
+    data, offset, block_size = of_mask
+    size, score_size = unread(_size(q, k), offset), unread(_size(q, k), q_offset)
+    mask = None if data == _UNKNOWN else cast(Mask, of_data("mask", data))
     score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
-    tensors = [t for value in (mask, score) if value is not None for t in value.tensors()]
-    window = window_of(mask, size) if isinstance(q_offset, int) else None
-    pairs = size.q_len * size.kv_len
     return Call(
         q=q,
         k=k,
         v=v,
-        what=repr(mask),
-        window=lambda: window,
-        intervals=lambda: None,
-        cap=None if score is None else cap_of(score, size),
-        whole=None,
-        spanned=None,
-        added=None,
-        line=None,
-        blocks=_no_blocks,
-        data=_no_blocks,
-        computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
-        is_mostly_partial=lambda: _may_be_mostly_partial(mask, size) or _reads_made_tensors(mask, size),
-        proven_options=dict,
-        mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
-        mask_is_own=mask.is_own(),
-        reads_data_as_fast=False,
-        score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
-        score_is_own=score is not None and score.is_own(),
+        mask=TracedMask(mask, size, offset, ("traced", data[:2]), block_size),
+        score=TracedScore(score, score_size, q_offset, score_data[:2]) if has_score else None,
+        q_offset=q_offset,
         scale=scale,
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
-        kernel_key=(("traced", data[:2]), score_data[:2]),
-        numbers=(_no_blocks, None),
-        shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
         learns=learns,
-        has_number_tensors=any(t.ndim == 0 for t in tensors),
-        has_start_tensor=isinstance(q_offset, Tensor),
-        in_blocks_of=_no_blocks,
-        holds_aliases=False,
         is_traced=True,
     )
-
-
-def _no_blocks(*_: Any) -> Any:
-    raise AssertionError("the choice of a backend reads no blocks while torch traces")
-
-
-def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
-    """Return the function that a kernel would compile, over tensors of zeros.
-
-    The tensors that torch traces belong to its trace.
-    """
-    with compat.without_dispatch_modes():
-        alone, known = _without_traced(value, size)
-        offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
-        mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
-        return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
-
-
-def _may_be_mostly_partial(mask: Mask, size: Size) -> bool:
-    """Return whether kernels may read tensors in many partial blocks.
-
-    The answer follows from names and shapes.
-    """
-    if not mask.is_own():
-        return bool(mask.tensors())
-    few, length = compat.size_hint(size.batch * size.heads), compat.size_hint(size.kv_len)
-    for inner in mask.inside():
-        tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
-        cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
-        if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
-            return True
-    return False
-
-
-def _reads_made_tensors(mask: Mask, size: Size) -> bool:
-    """Return whether kernels read tensors that the library makes for them."""
-    if not mask.has_other_function():
-        return False
-    with compat.without_dispatch_modes():
-        alone, known = _without_traced(mask, size)
-        return reads_made_tensors(alone, alone.resolve(known))
-
-
-def _without_traced(value: Mask | Score, size: Size) -> tuple[Mask | Score, Size]:
-    """Return a mask or score with tensors of zeros, and a size of numbers."""
-    lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
-    batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
-    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
-    return with_tensors(value, _zeros_like), known
-
-
-def _zeros_like(x: Tensor) -> Tensor:
-    return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
 
 
 # --- the plan of a mask ---

@@ -6,7 +6,6 @@ Calls under autocast, with jagged tensors and with sinks become plain calls here
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +34,6 @@ from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, get_mask
-from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import can_be_read
 from flexmasks.spec.structure import Aliases
 from flexmasks.spec.values import Score
@@ -45,10 +43,16 @@ class Planned(NamedTuple):
     """A call, and the plans that it was made from."""
 
     call: Call
-    mask: MaskPlan | GivenPlan
-    score: ScorePlan | None
     aliases: Aliases
     where_last: Tensor | None = None  # where the last queries of each sequence start, if the plans read it
+
+    @property
+    def mask(self) -> MaskPlan | GivenPlan:
+        return cast(MaskPlan | GivenPlan, self.call.mask)
+
+    @property
+    def score(self) -> ScorePlan | None:
+        return cast(ScorePlan | None, self.call.score)
 
 
 def run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, Planned | None]:
@@ -113,56 +117,21 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
     plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
     learns = learns_any(t for plan in plans for t in plan.tensors)
     needs_grad = learns_any((q, k, v))
-    number_offset = q_offset if isinstance(q_offset, int) else None
-
-    def in_blocks_of(block_size: tuple[int, int]) -> dict[str, Any] | None:
-        plan = mask_plan.resized(block_size)
-        return None if plan is None else _of_blocks(plan, score_plan)
-
     call = Call(
         q=q,
         k=k,
         v=v,
-        what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
-        window=lambda: mask_plan.window,
-        intervals=lambda: mask_plan.intervals,
-        cap=None if score is None else cap_of(score, unread(size, q_offset)),
-        whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
-        spanned=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.spanned[0],
-        added=None if score_plan is None else lambda: score_plan.added[0],
-        line=None if score_plan is None else score_plan.line,
-        **_of_blocks(mask_plan, score_plan),
-        mask_is_own=mask_plan.is_own,
-        reads_data_as_fast=mask_plan.reads_data_as_fast,
-        score_mod=None if score_plan is None else score_plan.score_mod,
-        score_is_own=score_plan is None or score_plan.is_own,
+        mask=mask_plan,
+        score=score_plan,
+        q_offset=q_offset,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,
-        kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
-        numbers=(mask_plan.numbers, None if score_plan is None else score_plan.numbers),
-        shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
         needs_grad=learns or needs_grad,
         learns=learns,
-        has_number_tensors=any(p.has_number_tensors for p in plans),
-        has_start_tensor=number_offset is None,
-        in_blocks_of=in_blocks_of,
-        holds_aliases=all(p.holds_aliases for p in plans),
         sinks=request.sink_logits,
     )
-    return Planned(call, mask_plan, score_plan, aliases)
-
-
-def _of_blocks(mask: MaskPlan | GivenPlan, score: ScorePlan | None) -> dict[str, Any]:
-    """Return the parts of a Call that depend on its blocks."""
-    return {
-        "blocks": mask.blocks,
-        "data": mask.data,
-        "computed_fraction": mask.computed_fraction,
-        "is_mostly_partial": mask.is_mostly_partial,
-        "proven_options": functools.partial(mask.proven_options, score is not None),
-        "mask_mod": lambda: mask.blocks().block_mask.mask_mod,
-    }
+    return Planned(call, aliases)
 
 
 def learns_any(tensors: Iterable[Tensor]) -> bool:

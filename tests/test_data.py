@@ -345,9 +345,7 @@ def test_the_library_s_own_functions(kind: str) -> None:
         batch, heads = value.batch_size() or 2, value.implied_size("H") or 2
         q_len, kv_len = (value.implied_size(n) or value.implied_size("S") or 256 for n in ("Q", "KV"))
         size = Size(batch, heads, q_len, kv_len, CPU)
-        made: Any = (
-            MaskPlan(value, size).block_mask().mask_mod if kind == "mask" else ScorePlan(value, size).score_mod()
-        )
+        made: Any = MaskPlan(value, size).block_mask().mask_mod if kind == "mask" else ScorePlan(value, size).mod()
         look = CPU, (batch, heads, q_len, kv_len), kind == "score"
         if inexact(made, *look) and not forms._way_to_rewrite(made, *look):
             refused.add(name.name)
@@ -744,7 +742,7 @@ def test_negative_indices_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         forms, "inexact", lambda function, device, *args: inexact(function, torch.device("cuda"), *args)
     )
-    assert inexact(planned.call.score_mod(), torch.device("cuda"), (BATCH, HEADS, 128, 128), True) == NEGATIVE
+    assert inexact(planned.call.score.mod(), torch.device("cuda"), (BATCH, HEADS, 128, 128), True) == NEGATIVE
     assert forms.refuses(planned.call) is None
     planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
     assert "let an enclosing function hold the tensor" in str(forms.refuses(planned.call))

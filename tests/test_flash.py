@@ -423,7 +423,7 @@ def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, bl
         got = flash.blocks(call).block_mask
         assert block_size == got.BLOCK_SIZE
         assert torch.equal(got.to_dense(), want.to_dense())
-        assert call.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
+        assert call.mask.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
 
 
 @pytest.mark.parametrize("are_others_first", [False, True])
@@ -435,7 +435,7 @@ def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_oth
         ids = (torch.rand(700) < 0.02).cumsum(0)
         made = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
         if are_others_first:
-            made.call.blocks()
+            made.call.mask.blocks()
         got = flash.blocks(made.call).block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(

@@ -41,9 +41,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmasks
 from flexmasks import Mask, inside_compile
-from flexmasks.backends import fa4, kernel_tiles, table
+from flexmasks.backends import fa4, flash, kernel_tiles, table
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks import causal
+from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
@@ -137,7 +138,7 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
     names = (case.name, None) if case in MASK_CASES else (None, case.name)
     mask, score = from_arguments(*names, given)
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu")), q_offset)
-    function = inside_compile._as_kernels_see(score if mask is None else mask, size, q_offset)
+    function = traced._as_kernels_see(score if mask is None else mask, size, q_offset)
     last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
     for indices in (last, [x * 0 for x in last]):
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
@@ -947,8 +948,35 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         facts = (False, True, False, False, False)
         data = data_of(asked, q.device).values()
-        call = inside_compile._call_of(data, ("unknown", ""), 0, q, k, v, None, facts)
-        assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
+        for block_size in (None, (128, 128)):  # blocks of the library, and given ones
+            call = inside_compile._call_of((data, 0, block_size), ("unknown", ""), 0, q, k, v, None, facts)
+            assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
+
+
+def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (fa4, flash):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "_fits_blocks", lambda device: True)
+    causal = data_of(flexmasks.get_mask("causal"), torch.device("cuda")).values()
+
+    def reasons(mask: Any, block_size: tuple[int, int], size: int = 64) -> dict[str, str]:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
+            q, k, v = (torch.empty(4, 16, 8192, size, dtype=torch.bfloat16) for _ in range(3))
+            facts = (False, False, False, False, False)
+            call = inside_compile._call_of((mask, 0, block_size), ("unknown", ""), 0, q, k, v, None, facts)
+            able, reasons = table.choose(call)
+            return {**dict.fromkeys((b.name for b in able), ""), **reasons}
+
+    found = reasons(causal, (128, 128))
+    assert next(name for name in found if not found[name]) == "flash"
+    assert all(found[name].startswith("it knows only") for name in ("fa4", "sdpa"))
+    assert reasons(causal, (128, 128), size=256)["flash"] == flash.only_blocks_of((128, 64))
+    assert reasons(causal, (128, 64), size=256)["flash"] == ""
+    found = reasons(("unknown", ""), (128, 128))
+    assert next(name for name in found if not found[name]) == "triton"
+    assert found["flash"] == "it may miscompile the function, which reads variables that may change"
 
 
 def _causal_and(name: str, **params: Tensor) -> flexmasks.Mask:

@@ -218,7 +218,7 @@ def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     offset = params.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
     plan = ScorePlan(flexmasks.get_score(case.name, **params), sized(size, offset), offset)
-    assert not_for_flash(case, plan.score_mod(), scored=True) == []
+    assert not_for_flash(case, plan.mod(), scored=True) == []
 
 
 @pytest.mark.gpu

@@ -305,7 +305,7 @@ def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fa4.folds_sinks(q.requires_grad_(), q, q, sinks) == (capability == (9, 0))
         q.requires_grad_(False)
     for capability in ((8, 0), (8, 6), (8, 9)):
-        reason = flash.refuses(_call_on(monkeypatch, capability, score_mod=lambda: None, size=64))
+        reason = flash.refuses(_call_on(monkeypatch, capability, score=True, size=64))
         assert reason == "it needs compute capability 9.0 or above"
 
 
@@ -317,8 +317,8 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
     for module in (fa4, flash):
         monkeypatch.setattr(module, "capability", lambda device: capability)
     q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
-    call = {"needs_grad": False, "cap": None, "score_mod": None, "kernel_options": None, "scale": None, **given}
-    call |= {"is_cuda": True, "is_traced": False, "window": lambda: Window(None, 0, 0, (0, 200), None)}
+    call = {"needs_grad": False, "cap": None, "score": None, "kernel_options": None, "scale": None, **given}
+    call |= {"is_cuda": True, "is_traced": False, "mask": SimpleNamespace(window=Window(None, 0, 0, (0, 200), None))}
     return SimpleNamespace(q=q, k=q, v=q, **call)
 
 

@@ -22,14 +22,14 @@ def is_added(call: Call) -> bool:
 
     All functions of a kind are looked at once. A function that cannot be traced, or is not known to add, does not.
     """
-    if call.score_mod is None:
+    if call.score is None:
         return False
     sizes = [*call.q.shape[:3], call.k.shape[2]]
     kind = "added", call.kernel_key[1], call.q.device.type
     known = None if call.shapes is None else OUTCOMES.get(kind)
     if known is None:
         trace = _Sum()
-        error, value = follow(trace, trace.noting(call.score_mod()), call.q.device, sizes, is_score=True)
+        error, value = follow(trace, trace.noting(call.score.mod()), call.q.device, sizes, is_score=True)
         known = _ADDED if error is None and trace.is_sum(value) else ""
         if call.shapes is not None:
             OUTCOMES.put(kind, (), known, FACT)

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.errors import cannot_read, cannot_write, passing_error
-from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.data import MaskData
-from flexmasks.plans.intervals import Intervals
-from flexmasks.plans.whole import Added, Spanned, Whole
-from flexmasks.plans.windows import Window
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.shifted import Offset
+from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.spec.bands import Sequences
-from flexmasks.spec.structure import Number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
@@ -108,43 +105,54 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    what: str  # the mask, and the score if there is one, as their authors call them
-    window: Callable[[], Window | None]  # the mask as a window, if it is one
-    intervals: Callable[[], Intervals | None]  # the mask as intervals of keys, if it is a band with any offset
-    cap: float | None  # the cap, if the score change is a soft-cap
-    # The whole mask, for few queries and for many, made without a value read on the host; None for given blocks.
-    whole: Callable[[], Whole] | None
-    spanned: Callable[[], Spanned] | None
-    added: Callable[[], Added] | None  # what the score change adds; only if it only adds
-    line: Callable[[], Line | None] | None  # the line that it adds over the distance of key and query, if it does
-    blocks: Callable[[], Blocks]
-    data: Callable[[], MaskData]  # the mask as data
-    computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
-    is_mostly_partial: Callable[[], bool]  # whether kernels may read tensors in many partial blocks
-    proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
-    mask_mod: Callable[[], Callable[..., Tensor]]
-    mask_is_own: bool  # the library, not a user, wrote all functions of the mask
-    reads_data_as_fast: bool  # by kernels for this device, in place of computing the mask's function
-    score_mod: Callable[[], Callable[..., Tensor]] | None
-    score_is_own: bool
+    mask: MaskPlan | GivenPlan | TracedMask
+    score: ScorePlan | TracedScore | None
+    q_offset: Offset
     scale: float | None
     with_lse: bool
     kernel_options: dict[str, Any] | None
-    kernel_key: tuple[Hashable, Hashable]  # keys of the functions of mask and score, with their constants
-    # For mask and score: the same keys without the values of numbers, and the numbers.
-    numbers: tuple[Callable[[], tuple[Hashable, list[Number]]], Callable[[], tuple[Hashable, list[Number]]] | None]
-    # Shapes of captured tensors, and q_offset if it is a number; None if they cannot be read.
-    shapes: tuple[Any, ...] | None
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
-    has_number_tensors: bool  # a captured tensor is 0-dimensional
-    has_start_tensor: bool  # a tensor says where queries start
-    # The parts of the call that change with the size of its blocks, for a size; None for own blocks of another size.
-    in_blocks_of: Callable[[tuple[int, int]], dict[str, Any] | None]
-    holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None
     is_traced: bool = False  # torch.compile traces the call: tensors have no values, and lengths may be symbolic
+
+    @property
+    def parts(self) -> list[Any]:
+        """The mask, and the score change if there is one."""
+        return [self.mask] if self.score is None else [self.mask, self.score]
+
+    @property
+    def what(self) -> str:
+        """The mask, and the score change if there is one, as their authors call them."""
+        return self.mask.what if self.score is None else f"{self.mask.what} with score {self.score.what}"
+
+    @property
+    def cap(self) -> float | None:
+        """The cap, if the score change is a soft-cap."""
+        return None if self.score is None else self.score.cap
+
+    @functools.cached_property
+    def kernel_key(self) -> tuple[Hashable, Hashable]:
+        """Keys of the functions of mask and score, with their constants."""
+        return self.mask.kernel_key, None if self.score is None else self.score.kernel_key
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Any, ...] | None:
+        """Where queries start if it is a number, and shapes of captured tensors; None if they cannot be read."""
+        if any(part.opaque for part in self.parts):
+            return None
+        return (self.q_offset if isinstance(self.q_offset, int) else None, *(part.shapes for part in self.parts))
+
+    @property
+    def has_number_tensors(self) -> bool:
+        """Whether a captured tensor is 0-dimensional."""
+        return any(part.has_number_tensors for part in self.parts)
+
+    @property
+    def holds_aliases(self) -> bool:
+        """Whether the functions hold aliases instead of the user's tensors, so that a replay may be cached."""
+        return all(part.holds_aliases for part in self.parts)
 
     @property
     def is_cuda(self) -> bool:
@@ -160,7 +168,8 @@ class Call:
         """Key of what decides whether a backend can run the call."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
-        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], self.has_start_tensor
+        starts_by_tensor = isinstance(self.q_offset, Tensor)
+        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], starts_by_tensor
         layouts = tuple(map(_layout, (q, self.k, self.v)))
         return self.kernel_key, q.dtype, q.device, sizes, flags, layouts
 
@@ -170,8 +179,8 @@ class Call:
         A user's own blocks have one size only. The call is made once.
         """
         if block_size not in self._resized:
-            parts = self.in_blocks_of(block_size)
-            self._resized[block_size] = None if parts is None else replace(self, **parts)
+            mask = self.mask.resized(block_size)
+            self._resized[block_size] = None if mask is None else replace(self, mask=mask)
         return self._resized[block_size]
 
     @functools.cached_property
@@ -186,7 +195,7 @@ class Call:
     @functools.cached_property
     def sequences(self) -> Sequences | None:
         """The window's sequences, or None; they are computed once."""
-        window = self.window()
+        window = self.mask.window
         return None if window is None or window.sequences is None else window.sequences()
 
 

@@ -26,7 +26,7 @@ def refuses(call: Call) -> str | None:
         return f"it does not run on {device}"
     if call.is_traced:
         return "torch.compile does not trace it"
-    if call.whole is None:
+    if call.mask.is_given:
         return "it takes a mask, not blocks"
     if not are_few(call.q.shape[2], call.k.shape[2], call.q.device):
         return (
@@ -60,11 +60,11 @@ def _scores_held(call: Call, most: int) -> int:
     Up to `most` it is a bound.
     """
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
-    adds = call.score_mod is not None and call.cap is None
+    adds = call.score is not None and call.cap is None
     if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
-        if call.intervals() is not None:
+        if call.mask.intervals is not None:
             return 0
-        batch, heads = dependence(call.mask_mod(), batch, heads, call.q.device, reads_values=False)
+        batch, heads = dependence(call.mask.mod(), batch, heads, call.q.device, reads_values=False)
     return batch * heads * q_len * kv_len
 
 
@@ -75,13 +75,13 @@ def has_own_kernels(device: torch.device) -> bool:
 
 def finds_last_queries(call: Call) -> bool:
     """Return whether the library's own kernels find the last queries of sequences by their lengths."""
-    has_no_bias = call.score_mod is None or call.cap is not None
-    return has_no_bias and call.intervals() is not None
+    has_no_bias = call.score is None or call.cap is not None
+    return has_no_bias and call.mask.intervals is not None
 
 
 def plan(call: Call) -> str:
     """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    reads_numbers = has_own_kernels(call.q.device) and call.intervals() is not None
+    reads_numbers = has_own_kernels(call.q.device) and call.mask.intervals is not None
     return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
 
 

@@ -19,7 +19,8 @@ from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Replay
 from flexmasks.blocks.elements import over_indices
-from flexmasks.plans.whole import Whole
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.workers import Workers
 
 # Batch elements are computed one by one if together they would read this many times as many keys. Many calls of a
@@ -34,7 +35,7 @@ def refuses(call: Call) -> str | None:
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
     if call.q.dtype in HALF_DTYPES and call.q.shape[3] != call.v.shape[3]:
         return f"in {call.dtype} it takes only values of q's head size, as torch's kernel does"
-    if call.q.dtype in HALF_DTYPES and call.score_mod is not None and not is_added(call):
+    if call.q.dtype in HALF_DTYPES and call.score is not None and not is_added(call):
         return f"in {call.dtype} it takes only score changes that add to the score"
     return None
 
@@ -102,19 +103,19 @@ class CpuDecode(Replay):
         With `pages`, it is called with whole caches in place of k and v.
         """
         q, k = call.q, call.k
-        visible = cast(Callable[[], Whole], call.whole)().visible
-        score_mod = None if call.score_mod is None else call.score_mod()
-        bias = call.added if call.added is not None and is_added(call) else None
+        visible = cast(MaskPlan, call.mask).whole.visible
+        score_mod = None if call.score is None else call.score.mod()
+        is_bias = is_added(call)
         added = torch.zeros((), device=q.device)
-        if bias is not None:
-            added, score_mod = bias().product(), None
+        if is_bias:
+            added, score_mod = cast(ScorePlan, call.score).added.product(), None
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
             added=_grouped(added, q.shape[1], k.shape[1]),
-            shows=bias is None or shows(added),
+            shows=not is_bias or shows(added),
             score_mod=score_mod,
             parts=_parts(visible, k, pages is not None),
             scale=call.scale,

@@ -6,7 +6,7 @@ mask of a few queries is an input, or for a band where the queries start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Maker, Replay
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
 from flexmasks.plans.intervals import Intervals
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import Added, Whole
 
 
@@ -31,7 +33,7 @@ def refuses(call: Call) -> str | None:
             "on a GPU it takes float16, bfloat16 and float32 with head sizes that 8 divides, up to 256, not "
             f"{call.dtype} with {sizes}"
         )
-    if call.score_mod is not None and call.cap is None and not is_added(call):
+    if call.score is not None and call.cap is None and not is_added(call):
         return "on a GPU it takes only soft-caps and score changes that add to the score"
     return None
 
@@ -67,13 +69,13 @@ class GpuDecode(Replay):
 
         are_last: the queries are the last ones of each sequence.
         """
-        intervals = call.intervals()
+        intervals = call.mask.intervals
         mask: Whole | Intervals
         if intervals is None:
-            mask = cast(Callable[[], Whole], call.whole)()
+            mask = cast(MaskPlan, call.mask).whole
         else:
             mask = intervals.with_tensors(None, intervals.lens) if are_last else intervals
-        added = None if call.added is None or call.cap is not None else call.added()
+        added = None if call.score is None or call.cap is not None else cast(ScorePlan, call.score).added
         pages = None if table is None else table.detach()
         return cls(mask, added, call.cap, call.scale, call.with_lse, pages, _as_table(pages))
 

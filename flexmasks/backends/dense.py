@@ -21,7 +21,7 @@ def refuses(call: Call) -> str | None:
         return f"it does not run on {device}"
     if call.is_traced:
         return "torch.compile does not trace it"
-    if call.whole is None:
+    if call.mask.is_given:
         return "it takes a mask, not blocks"
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
@@ -32,7 +32,7 @@ def refuses(call: Call) -> str | None:
         return "it does not run inside transforms of torch.func"
     if call.kernel_options:
         return "it takes no kernel_options"
-    if call.score_mod is not None and not is_added(call):
+    if call.score is not None and not is_added(call):
         return "it takes only score changes that add to the score"
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +13,8 @@ from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.backends.dense_call import DenseCall
-from flexmasks.plans.whole import Added, Whole
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 
 MAX_LENGTH = 1024  # of queries, and of keys
 _MAX_MASK = 1 << 24  # elements
@@ -33,7 +33,7 @@ def refuses(call: Call) -> str | None:
         return "on a CPU it takes only values of q's head size, as torch's kernel does"
     if call.with_lse:
         return "on a CPU it gives no gradient of the lse"
-    sizes = call.q.shape[:2] if call.score_mod is not None else (call.q.shape[0], heads // kv_heads)
+    sizes = call.q.shape[:2] if call.score is not None else (call.q.shape[0], heads // kv_heads)
     if math.prod(sizes) * q_len * kv_len > _MAX_MASK:
         return f"on a CPU it takes masks of at most {_MAX_MASK:,} elements"
     return None
@@ -49,8 +49,8 @@ class CpuDense(DenseCall):
 
     @classmethod
     def of(cls, call: Call) -> CpuDense:
-        visible = cast(Callable[[], Whole], call.whole)().visible
-        bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
+        visible = cast(MaskPlan, call.mask).whole.visible
+        bias = None if call.score is None else cast(ScorePlan, call.score).added
         numbers = torch.zeros(()) if bias is None else bias.product()
         groups = call.q.shape[1] // call.k.shape[1]
         hidden_rows = ~visible.any(-1)

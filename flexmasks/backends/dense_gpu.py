@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,9 @@ from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.kernels.direct import is_plain
 from flexmasks.kernels.whole_mask import Line, WholeMask
-from flexmasks.plans.whole import Added, Spanned
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.whole import Added
 
 _MAX_LENGTH = 4096  # of queries, and of keys
 _MAX_SIZE = 128  # of a head
@@ -40,7 +42,7 @@ def refuses(call: Call) -> str | None:
     if any(n % 8 or n > _MAX_SIZE for n in sizes):
         return f"on a GPU it takes head sizes that 8 divides, up to {_MAX_SIZE}, not {' and '.join(map(str, sizes))}"
     pairs = call.q.shape[:3].numel() * call.k.shape[2]
-    most = _MAX_PAIRS if call.score_mod is None else _MAX_ADDED
+    most = _MAX_PAIRS if call.score is None else _MAX_ADDED
     if pairs > most:
         return f"on a GPU it is for at most {most:,} pairs of queries and keys, not {pairs:,}"
     return None
@@ -58,10 +60,10 @@ class GpuDense(DenseCall):
 
     @classmethod
     def of(cls, call: Call) -> GpuDense:
-        spanned = cast(Callable[[], Spanned], call.spanned)()
+        spanned = cast(MaskPlan, call.mask).spanned
         bias, line = None, None
-        if call.score_mod is not None:
-            bias, line = cast(Callable[[], Added], call.added)(), cast(Callable[[], Line | None], call.line)()
+        if call.score is not None:
+            bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
         scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
         return cls(spanned.visible, bias, scale, call.with_lse, call.needs_grad, spanned.spans, line)
 

@@ -226,7 +226,7 @@ def refuses(call: Call) -> str | None:
         return reason
     if _is_small(call.q.device) and call.needs_grad and call.cap is not None:
         return f"on compute capability {_SMALL} its backward pass takes no score changes"
-    if call.window() is None:
+    if call.mask.window is None:
         reason = _refuses_starts(call)
         if reason is not None:
             return reason
@@ -247,7 +247,7 @@ def adds_in_any_order(call: Call) -> str | None:
 
 def _refuses_starts(call: Call) -> str | None:
     """Return why a call that is no window from one position cannot run, or None."""
-    intervals = call.intervals()
+    intervals = call.mask.intervals
     if intervals is None or not isinstance(intervals.offset, Tensor):
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
@@ -269,12 +269,12 @@ def _refuses_starts(call: Call) -> str | None:
 
 def plan(call: Call) -> str:
     """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    return "" if call.window() is not None else "none: the kernel is told where the keys of each batch element end"
+    return "" if call.mask.window is not None else "none: the kernel is told where the keys of each batch element end"
 
 
 def _refuses_numbers(call: Call) -> str | None:
     """Return why a call of a window cannot run here, or None."""
-    if call.score_mod is not None and call.cap is None:
+    if call.score is not None and call.cap is None:
         return "it has no score changes except the soft-cap"
     if call.kernel_options:
         return "it takes no kernel_options"
@@ -290,7 +290,7 @@ def _refuses_numbers(call: Call) -> str | None:
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
     _announce(call)
-    if call.window() is None:
+    if call.mask.window is None:
         started = StartedCall.of(call)
         return Result(*started(call.q, call.k, call.v), started)
     replay = DirectCall.of(call)
@@ -304,7 +304,7 @@ def _announce(call: Call, layout: str = "") -> None:
     """Log, once for each kind of kernel, that flash-attn-4 compiles it."""
     if call.is_traced:
         return
-    q, window = call.q, call.window()
+    q, window = call.q, call.mask.window
     parts = [
         str(q.dtype).removeprefix("torch."),
         f"head sizes {q.shape[3]} and {call.v.shape[3]}",
@@ -394,7 +394,7 @@ class DirectCall(Replay):
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
             is_searched_fast = heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
             by_head = sequences.of_heads(heads, length) if is_searched_fast else None
-        window = cast(Window, call.window())
+        window = cast(Window, call.mask.window)
         return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -591,7 +591,7 @@ class StartedCall(Replay):
     @classmethod
     def of(cls, call: Call) -> StartedCall:
         """Return the call."""
-        intervals = cast(Intervals, call.intervals())
+        intervals = cast(Intervals, call.mask.intervals)
         lengths = call.q.shape[2], call.k.shape[2]
         numbers = intervals.left, call.scale, call.cap, call.with_lse, lengths
         starts = cast(Tensor, intervals.offset)

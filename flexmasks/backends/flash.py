@@ -38,11 +38,8 @@ def _fits_blocks(device: torch.device) -> bool:
 
 
 def _wanted(call: Call) -> tuple[int, int] | None:
-    """Return the block size that a call needs, or None.
-
-    A call that torch traces has no blocks yet.
-    """
-    return None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+    """Return the block size that a call needs, or None."""
+    return block_size(call.q.shape[3], call.q.device)
 
 
 def _fitted(call: Call) -> Call:
@@ -71,9 +68,9 @@ def refuses(call: Call) -> str | None:
     if call.q.shape[2] == 1 and call.needs_grad:
         return "its backward pass needs more than one query"
     is_grouped = call.q.shape[1] != call.k.shape[1]
-    if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
+    if is_grouped and call.needs_grad and call.score is not None and call.cap is None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
-    if call.score_mod is not None and numbers.are_many(call, is_score=True):
+    if call.score is not None and numbers.are_many(call, is_score=True):
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
     return _refuses_numbers(call) or forms.refuses(call) or _refuses_functions(call)
@@ -124,8 +121,8 @@ def _refuses_functions(call: Call) -> str | None:
         return "it may miscompile the function, which reads variables that may change"
     device, sizes = call.q.device, [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     if call.is_traced:
-        of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
-        return of_score or miscompiled(call.mask_mod(), device, sizes)
+        of_score = None if call.score is None else miscompiled(call.score.mod(), device, sizes, is_score=True)
+        return of_score or miscompiled(call.mask.mod(), device, sizes)
     is_data = bool(forms.why_inexact(call))
     may_be_data = not is_data and numbers.are_many(call, is_score=False, has_kernel=lambda: False)
     if may_be_data:  # otherwise its blocks are not needed here
@@ -133,11 +130,11 @@ def _refuses_functions(call: Call) -> str | None:
     kind = "miscompiled", is_data, call.kernel_key, call.shapes, device.type, *sizes
     reason = OUTCOMES.get(kind)
     if reason is None:
-        of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
-        reason = of_score or (None if is_data else miscompiled(call.mask_mod(), device, sizes)) or ""
+        of_score = None if call.score is None else miscompiled(call.score.mod(), device, sizes, is_score=True)
+        reason = of_score or (None if is_data else miscompiled(call.mask.mod(), device, sizes)) or ""
         if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
             OUTCOMES.put(kind, (), reason, FACT)
-    if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs
+    if reason == NO_BLOCKS and call.mask.window is not None:  # a window whose function is constant shows all pairs
         return None
     return reason or None
 
@@ -163,7 +160,7 @@ def why_data(call: Call) -> str:
 
 def blocks(call: Call) -> Blocks:
     """Return the blocks that the kernel computes."""
-    return _fitted(call).blocks()
+    return _fitted(call).mask.blocks()
 
 
 def compiles(call: Call) -> str:

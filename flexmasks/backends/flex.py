@@ -596,13 +596,13 @@ class CompiledCall(Replay):
 
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
-        block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
+        block_mask, of_mask, shapes = call.mask.blocks().block_mask, call.kernel_key[0], call.shapes
         has_kernel = functools.partial(_has_kernel_for, call, 1, backend, more_options)
         score_mod, of_score = forms.compiled_score(call, has_kernel, for_flash=backend == "FLASH")
         if as_data is None:
             as_data = bool(why_data(call, backend, more_options))
         if as_data:
-            data = call.data()
+            data = call.mask.data()
             words, table = data.shapes
             of_mask = "data", words, _is_one(table[0]), table[1:]
             block_mask = data.block_mask(for_flash=backend == "FLASH")
@@ -616,7 +616,7 @@ class CompiledCall(Replay):
                 call.what,
                 key,
                 shapes,
-                may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call))
+                may_be_data=not (as_data or call.mask.is_own or shapes is None or forms.has_failed(call))
                 and backend != "FLASH",  # triton may compile what FLASH cannot
             ),
             score_mod=score_mod,
@@ -669,8 +669,8 @@ def _options(call: Call, backend: str | None, more_options: dict[str, Any] | Non
         have the same kernel, and nothing is proven for a new one.
     """
     given = {**(call.kernel_options or {}), **(more_options or {})}
-    proven = call.proven_options if has_proven else dict
-    return options(call.q, call.k, call.v, backend, given, call.blocks().block_mask.BLOCK_SIZE, proven)
+    proven = functools.partial(call.mask.proven_options, call.score is not None) if has_proven else dict
+    return options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE, proven)
 
 
 def _kernel_for(
@@ -682,7 +682,7 @@ def _kernel_for(
     for any length that makes use of less runs such a call, too, so that nothing is compiled for a rare length.
     functions: the keys of mask and score.
     """
-    block_mask, shapes = call.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
+    block_mask, shapes = call.mask.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
     sets = _sets_of_options(call, backend, more_options)
     for chosen in sets:
         key = _key(functions, call, backend, chosen, block_mask)
@@ -768,7 +768,7 @@ def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: di
     The other part may have any form.
     part: 0 for the mask, 1 for the score change, as in the kernel's key.
     """
-    block_mask, shapes = call.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
+    block_mask, shapes = call.mask.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
     sets = _sets_of_options(call, backend, more_options)
     ends = [_key(call.kernel_key, call, backend, chosen, block_mask)[2:] for chosen in sets]
     alike = [k for k in _KERNELS.known_keys() if k[part] == call.kernel_key[part] and k[2:] in ends]

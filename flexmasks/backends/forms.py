@@ -35,8 +35,8 @@ def refuses(call: Call) -> str | None:
     """Return why Inductor can compute neither functions nor data of a call, or None."""
     if call.is_traced:
         return None
-    if call.score_mod is not None and not call.score_is_own:
-        reason = _inexact(call, call.score_mod, is_score=True)
+    if call.score is not None and not call.score.is_own:
+        reason = _inexact(call, call.score.mod, is_score=True)
         if reason and reason not in WAYS:
             hint = f"; {_HOW_NOT_NEGATIVE}" if reason == NEGATIVE else ""
             return f"it may compute the score otherwise than Python does: {reason}{hint}"
@@ -46,7 +46,7 @@ def refuses(call: Call) -> str | None:
     if not reason:
         return None
     try:
-        call.data()
+        call.mask.data()
         return None
     except TooLargeForData as error:
         why_no_data = f"{error}; write it with whole numbers that fit 32 bits, and one index for each tensor"
@@ -81,10 +81,10 @@ def way_in_trace(call: Call, is_score: bool) -> str:
 
 
 def _look_in_trace(call: Call, is_score: bool) -> str:
-    function, is_own = (call.score_mod, call.score_is_own) if is_score else (call.mask_mod, call.mask_is_own)
-    if is_own or function is None or (is_score and call.shapes is None):
+    part = call.score if is_score else call.mask
+    if part is None or part.is_own or part.opaque:
         return ""
-    mod, device = function(), call.q.device
+    mod, device = part.mod(), call.q.device
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     reason = inexact(mod, device, sizes, is_score, _WRONG)
     if reason is None:
@@ -97,13 +97,13 @@ def _look_in_trace(call: Call, is_score: bool) -> str:
 
 def why_inexact(call: Call) -> str:
     """Return why Inductor may compute the mask otherwise than Python does, or ""."""
-    reason = "" if call.mask_is_own else _inexact(call, call.mask_mod, is_score=False)
+    reason = "" if call.mask.is_own else _inexact(call, call.mask.mod, is_score=False)
     return "" if reason in WAYS else reason
 
 
 def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
-    way = "" if call.mask_is_own or call.is_traced else _inexact(call, call.mask_mod, is_score=False)
+    way = "" if call.mask.is_own or call.is_traced else _inexact(call, call.mask.mod, is_score=False)
     if way not in WAYS or (for_flash and way in FROM_THE_FRONT):
         return block_mask
     rewritten = copy.copy(block_mask)
@@ -120,17 +120,17 @@ def compiled_score(
     has_kernel: whether a kernel for such calls has the score change with its numbers.
     """
     key = call.kernel_key[1]
-    if call.score_mod is None or call.is_traced:
-        return None if call.score_mod is None else call.score_mod(), key
+    if call.score is None or call.is_traced:
+        return None if call.score is None else call.score.mod(), key
     if not for_flash and numbers.are_many(call, is_score=True, has_kernel=has_kernel):
         made = numbers.score_with_inputs(call)
         reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
         if made is not None and (not reason or reason in WAYS):
             return _rewritten(made[0], reason), made[1]
         numbers.warn(call, is_score=True, reason=reason)
-    way = "" if call.score_is_own else _inexact(call, call.score_mod, is_score=True)
+    way = "" if call.score.is_own else _inexact(call, call.score.mod, is_score=True)
     # FLASH is refused if an index may be negative at the call's own sizes.
-    return _rewritten(call.score_mod(), "" if for_flash and way in FROM_THE_FRONT else way), key
+    return _rewritten(call.score.mod(), "" if for_flash and way in FROM_THE_FRONT else way), key
 
 
 def _rewritten(function: Callable[..., Tensor], way: str) -> Callable[..., Tensor]:
@@ -148,9 +148,9 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
     if _is_as_fast(call):
         return _AS_FAST
     reason = why_inexact(call)
-    if not reason and call.mask_is_own and not for_flash and _is_dear(call):
+    if not reason and call.mask.is_own and not for_flash and _is_dear(call):
         reason = _DEAR
-    if not reason and not call.mask_is_own and has_failed(call):
+    if not reason and not call.mask.is_own and has_failed(call):
         reason = _FAILED if _can_be_read(call) else ""
     if reason or is_compiled:
         return reason
@@ -163,13 +163,13 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
 
 def _is_as_fast(call: Call) -> bool:
     """Return whether a user's mask goes as data because kernels read it as fast as they compute its function."""
-    return call.reads_data_as_fast and not (call.is_traced or call.mask_is_own) and _can_be_read(call)
+    return call.mask.reads_data_as_fast and not (call.is_traced or call.mask.is_own) and _can_be_read(call)
 
 
 def _can_be_read(call: Call) -> bool:
     """Return whether the mask can be data."""
     try:
-        call.data()
+        call.mask.data()
     except CannotBeData:
         return False
     return True
@@ -177,13 +177,13 @@ def _can_be_read(call: Call) -> bool:
 
 def _is_dear(call: Call) -> bool:
     """Return whether kernels read the mask sooner than they compute it."""
-    if not call.reads_data_as_fast:
+    if not call.mask.reads_data_as_fast:
         return False
     sizes = [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     kind = "divisions", call.kernel_key, *sizes
     known = OUTCOMES.get(kind)
     if known is None:
-        known = str(divisions(call.mask_mod(), call.q.device, sizes))
+        known = str(divisions(call.mask.mod(), call.q.device, sizes))
         OUTCOMES.put(kind, (), known, FACT)
     return int(known) >= _MANY_DIVISIONS and _can_be_read(call)
 
@@ -199,7 +199,7 @@ def has_failed(call: Call) -> bool:
 
 
 def _kind_of_failures(call: Call) -> Hashable:
-    return "failed", call.numbers[0]()[0], call.q.device.type
+    return "failed", call.mask.numbers()[0], call.q.device.type
 
 
 def note_run(call: Call, is_data: bool) -> None:

@@ -68,8 +68,8 @@ def note_run(call: Call, is_score: bool, is_data: bool = False) -> None:
     if is_data:
         return
     known.compiled.add(values)
-    if is_score and call.score_mod is not None:
-        structure, leaves = flatten(call.score_mod())
+    if is_score and call.score is not None:
+        structure, leaves = flatten(call.score.mod())
         if structure.unreadable:
             known.why_constant = f"its function reads {structure.unreadable}"
         else:
@@ -82,9 +82,9 @@ def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | No
     The result is None if numbers must be constants.
     """
     known, _ = _known(call, is_score=True)
-    if call.score_mod is None or known.why_constant or is_captured(call.q.device):
+    if call.score is None or known.why_constant or is_captured(call.q.device):
         return None
-    function = call.score_mod()
+    function = call.score.mod()
     try:
         structure, leaves = flatten(function)
         inputs = _varying(known, _values(leaves.numbers))
@@ -121,10 +121,10 @@ def warn(call: Call, is_score: bool, reason: str = "") -> None:
 
 
 def _known(call: Call, is_score: bool) -> tuple[_Known, list[Number]]:
-    read = call.numbers[is_score]
-    if read is None or call.shapes is None or call.is_traced:
+    part = call.score if is_score else call.mask
+    if part is None or call.shapes is None or call.is_traced:
         return _Known(), []
-    kind, numbers = read()
+    kind, numbers = part.numbers()
     key = is_score, kind, call.q.device.type
     known = _KNOWN.get(key)
     if known is None:

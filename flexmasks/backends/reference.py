@@ -49,8 +49,8 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call."""
-    score_mod = None if call.score_mod is None else call.score_mod()
-    return Result(*attend(call.q, call.k, call.v, score_mod, call.blocks().block_mask, call.scale))
+    score_mod = None if call.score is None else call.score.mod()
+    return Result(*attend(call.q, call.k, call.v, score_mod, call.mask.blocks().block_mask, call.scale))
 
 
 def attend(

@@ -19,13 +19,13 @@ _NO_KERNEL = "torch has no fused kernel for this call"
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    window = call.window()
+    window = call.mask.window
     is_known = window is not None and window.left is None and window.sequences is None
     if window is None or not is_known or (window.right is not None and (window.right, window.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
     if not call.is_traced and transformed():
         return TRANSFORMED
-    if call.score_mod is not None:
+    if call.score is not None:
         return "it has no score changes"
     if call.with_lse:
         return "it gives no lse"
@@ -63,7 +63,7 @@ class FusedCall(Replay):
 
     @classmethod
     def of(cls, call: Call) -> FusedCall:
-        window = cast(Window, call.window())
+        window = cast(Window, call.mask.window)
         if call.is_traced and exports_any_length(call.q, call.k):
             # torch hides the keys that would be cut, and a cut compares lengths
             window = replace(window, keys=(0, call.k.shape[2]))

@@ -52,7 +52,7 @@ class Backend:
     )  # whether a call would compile, in words
     recompiles_on: str = ""  # changes that make it compile again
     why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
-    blocks: Callable[[Call], Blocks] = lambda call: call.blocks()  # blocks of the size that its kernel takes
+    blocks: Callable[[Call], Blocks] = lambda call: call.mask.blocks()  # blocks of the size that its kernel takes
     plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
 
 
@@ -111,8 +111,8 @@ def _fastest_first(call: Call) -> list[Backend]:
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
     slow: list[str] = ["decode", "dense"]
     if fa4.refuses_package(call) is None:
-        window = call.window()
-        flop = _flop_of_all_pairs(call) * call.computed_fraction()
+        window = call.mask.window
+        flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
@@ -120,7 +120,7 @@ def _fastest_first(call: Call) -> list[Backend]:
         # triton's time even where most blocks are partial (documents of 600 tokens, H100).
         pays_for_partial = call.needs_grad and flash.block_size(call.q.shape[3], call.q.device) is None
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
-        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.is_mostly_partial())):
+        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial())):
             slow.append("flash")
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow  # before the reference

@@ -114,7 +114,7 @@ class ScoreCells:
         self.name = _short(score)
         self.q_len, self.kv_len = size.q_len, size.kv_len
         self._score, self._device, self._at = score, size.device, (b, h)
-        self._mod = over_indices(ScorePlan(score, size, offset).score_mod(), (0,))
+        self._mod = over_indices(ScorePlan(score, size, offset).mod(), (0,))
         added = [self._changed(score, *self._places(16, 16)) - score for score in (0.0, 1.0, -3.0)]
         if all(_nearly_equal(added[0], other) for other in added):
             self.kind = "bias"

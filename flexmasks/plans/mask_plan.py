@@ -76,6 +76,8 @@ class MaskPlan(Plan):
     `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build.
     """
 
+    is_given = False
+
     def __init__(
         self,
         mask: Mask,
@@ -175,7 +177,7 @@ class MaskPlan(Plan):
             if PROGRAMS.get(function) is None:
                 prepared, kind = self._build_first_of_kind()
             else:
-                prepared, kind = self._build_by_bounds(), Kind("", records_soon=False)
+                prepared, kind = self._build_by_bounds(), Kind("")
             PROGRAMS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
             if not kind.why_exact:
                 PROGRAMS.put(function, (), kind, ENTRY)
@@ -256,7 +258,11 @@ class MaskPlan(Plan):
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
-    def mask_mod(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
+    def mod(self) -> Callable[..., Tensor]:
+        """Return the function of the BlockMask."""
+        return self.block_mask().mask_mod
+
+    def bound(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
         """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
         return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
 
@@ -272,7 +278,7 @@ class MaskPlan(Plan):
             )
             return Form(made, given, list)
         if name in ("whole", "spanned"):
-            tensors: tuple[Sequence[Tensor], Recorded | None] = self.whole if name == "whole" else self.spanned
+            tensors: tuple[Sequence[Tensor], Recorded | None] = self._whole if name == "whole" else self._spanned
             return Form(tensors[0], self.inputs, tensors[1])
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
@@ -292,20 +298,25 @@ class MaskPlan(Plan):
         """
         return not (self.opaque or self.inputs) and self.size.device.type == "cpu"
 
-    @functools.cached_property
-    def whole(self) -> tuple[Whole, Recorded | None]:
-        """The whole mask of a few queries, and the recorded operations that made it.
+    @property
+    def whole(self) -> Whole:
+        """The whole mask of a few queries.
 
         The host reads no value of a tensor, but of the first mask of a kind to check them.
         """
+        return self._whole[0]
+
+    @property
+    def spanned(self) -> Spanned:
+        """The whole mask of many queries. The host reads values as for `whole`."""
+        return self._spanned[0]
+
+    @functools.cached_property
+    def _whole(self) -> tuple[Whole, Recorded | None]:
         return self._made_whole("whole", Whole, whole_of, _WHOLE)
 
     @functools.cached_property
-    def spanned(self) -> tuple[Spanned, Recorded | None]:
-        """The whole mask of many queries, and the recorded operations that made it.
-
-        The host reads values as for `whole`.
-        """
+    def _spanned(self) -> tuple[Spanned, Recorded | None]:
         return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
 
     def _made_whole(
@@ -435,6 +446,7 @@ class GivenPlan:
     """A user's own BlockMask, in place of a MaskPlan."""
 
     tensors: tuple[Tensor, ...] = ()
+    is_given = True
     reads_data_as_fast = False
     window: Window | None = None
     intervals: Intervals | None = None
@@ -474,6 +486,9 @@ class GivenPlan:
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)
+
+    def mod(self) -> Callable[..., Tensor]:
+        return self._block_mask.mask_mod
 
     def data(self) -> MaskData:
         """Return the mask as data, see `MaskPlan.data`."""

@@ -40,7 +40,7 @@ from flexmasks.spec.structure import (
 )
 from flexmasks.spec.values import Modifier, Spread
 
-_PLANS_TO_RECORD = 16  # plans that take about as long as recording one
+_PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
 _MAX_NOTED_SIZES = 64  # sizes that are noted for a value of a number
 _FACTORED_ON = ("cuda",)  # devices whose kernels take the factors of what a score change adds
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
@@ -65,12 +65,10 @@ class Kind:
     why_exact: str  # why their plans must be exact, or ""
     records_soon: bool = True  # at the second plan, instead of after as many as take the time of recording
     plans: int = 1
-    # Made when the second mask is planned, later for other sizes than the first. A kind of `_recorded_tensors` has
-    # operations of its own.
     recorded: Any = None
 
     def is_to_be_recorded(self) -> bool:
-        """Return whether the next plan is recorded; sizes that grow at every step never return."""
+        """Return whether the next plan is recorded."""
         return not self.why_exact and self.recorded is None and (self.records_soon or self.plans >= _PLANS_TO_RECORD)
 
 

@@ -40,7 +40,7 @@ class OfMask:
         """Return the function of a block mask, its parameters checked against the sizes."""
         q_len, kv_len = block_mask.seq_lengths
         size = Size(self.batch, self.heads, q_len, kv_len, block_mask.kv_num_blocks.device)
-        return MaskPlan(self.mask, size, self.q_offset).mask_mod(self.mask.resolve(sized(size, self.q_offset)))
+        return MaskPlan(self.mask, size, self.q_offset).bound(self.mask.resolve(sized(size, self.q_offset)))
 
     def to(self, device: torch.device | str) -> OfMask:
         """Return the same with tensors on a device."""

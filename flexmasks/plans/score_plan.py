@@ -18,6 +18,7 @@ from flexmasks.plans.recorded import Form, Recorded
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, added_of, line_of
+from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.structure import (
     Aliases,
@@ -40,7 +41,7 @@ class ScorePlan(Plan):
     def again(self) -> ScorePlan:
         return ScorePlan(self.score, self.size, self.offset, aliases=Aliases())
 
-    def score_mod(self) -> Callable[..., Tensor]:
+    def mod(self) -> Callable[..., Tensor]:
         """Return the score_mod, bound to the user's own tensors, or their aliases."""
         return shifted_score(*self._bind(self._prepared))
 
@@ -49,11 +50,17 @@ class ScorePlan(Plan):
         return self._cached(_SCORES, self._build)
 
     @functools.cached_property
-    def added(self) -> tuple[Added, Recorded | None]:
-        """The numbers that the score change adds, and the recorded operations that made them.
+    def cap(self) -> float | None:
+        """The cap, if the score change is a soft-cap."""
+        return cap_of(self.score, unread(self.size, self.offset))
 
-        The score change must only add.
-        """
+    @property
+    def added(self) -> Added:
+        """The numbers that the score change adds; it must only add."""
+        return self._added[0]
+
+    @functools.cached_property
+    def _added(self) -> tuple[Added, Recorded | None]:
         made: list[Recorded | None] = [None]
 
         def build() -> Added:
@@ -68,7 +75,7 @@ class ScorePlan(Plan):
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
         if name == "added":
-            added, recorded = self.added
+            added, recorded = self._added
             return Form([t for t in added if t is not None], self.inputs, recorded)
         if self.prepares_tensors:
             raise Opaque("tensors that are made for the score change")
@@ -81,7 +88,7 @@ class ScorePlan(Plan):
         """
         if not isinstance(self.offset, int) or is_captured(self.size.device):
             return None
-        added, recorded = self.added
+        added, recorded = self._added
         if self.inputs and (recorded is None or recorded.varies[0]):
             return None
         return line_of(added.numbers, self.size, self.offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -144,7 +143,7 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     shape = (1, scale.heads, case.length, scale.head_size)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=backward) for _ in range(3))
     call = plan_call(q, k, v, Request(mask=case.mask, params={})).call
-    blocks = call.blocks()
+    blocks = call.mask.blocks()
     about: Row = {
         "case": case.name,
         "length": case.length,
@@ -158,7 +157,6 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     try:
         made, about["data_ms"] = _made_data(call)
         about |= {"different": made.different, "data_bytes": 4 * sum(shape.numel() for shape in made.shapes)}
-        call = dataclasses.replace(call, data=lambda: made)
     except TooLargeForData as error:
         left_out[DATA] = str(error)
     implementations = {form: _attend(call, backend, form) for form in (FUNCTION, DATA) if form not in left_out}
@@ -189,7 +187,7 @@ def _refused(call: Call, backend: str) -> dict[str, str | None]:
 
 def _made_data(call: Call) -> tuple[MaskData, float]:
     """Return the mask as data, and the least milliseconds that making it took."""
-    make = functools.partial(data_of, call.blocks().block_mask, *call.q.shape[:2])
+    make = functools.partial(data_of, call.mask.blocks().block_mask, *call.q.shape[:2])
     with torch.no_grad():
         made = make()  # warms up
         return made, float(f"{min(wall_milliseconds(make, call.q.device) for _ in range(3)):.4g}")

@@ -77,7 +77,7 @@ class _Planning:
             self._is_known = True
         request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
         if calls.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
-            plan_call(q, q, q, request).call.blocks()
+            plan_call(q, q, q, request).call.mask.blocks()
         return ids
 
 

@@ -1,0 +1,178 @@
+"""A mask and a score change while torch traces: what can be said of them before their tensors have values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.plans.bounds import reads_made_tensors
+from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.plans.windows import Window, window_of
+from flexmasks.spec.bands import cap_of
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import with_tensors
+from flexmasks.spec.values import Mask, Modifier, Score
+
+# Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
+# padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
+# if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
+# those that matter, since attention takes more of a step.
+_CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
+
+
+def _unknown(*_: Any) -> NoReturn:
+    raise AssertionError("the choice of a backend does not ask for this while torch traces")
+
+
+@dataclass(frozen=True)
+class TracedMask:
+    """A mask in place of a MaskPlan. Its blocks are planned in the traced graph, or the user gives them.
+
+    mask: None if torch must trace its function to know it.
+    block_size: of given blocks, else None.
+    """
+
+    mask: Mask | None
+    size: Size
+    offset: Offset
+    kernel_key: Hashable
+    block_size: tuple[int, int] | None = None
+    intervals = None
+    reads_data_as_fast = holds_aliases = False
+    shapes = ()
+
+    @property
+    def what(self) -> str:
+        return "a given block mask" if self.is_given else repr(self.mask)
+
+    @property
+    def is_given(self) -> bool:
+        return self.block_size is not None
+
+    @property
+    def opaque(self) -> bool:
+        return self.mask is None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [] if self.mask is None else self.mask.tensors()
+
+    @property
+    def has_number_tensors(self) -> bool:
+        return any(t.ndim == 0 for t in self.tensors)
+
+    @property
+    def is_own(self) -> bool:
+        return self.mask is not None and self.mask.is_own()
+
+    @property
+    def window(self) -> Window | None:
+        is_readable = self.mask is not None and not self.is_given and isinstance(self.offset, int)
+        return window_of(cast(Mask, self.mask), self.size) if is_readable else None
+
+    def mod(self) -> Callable[..., Tensor]:
+        """Return the function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
+        return _as_kernels_see(cast(Mask, self.mask), self.size, self.offset)
+
+    def resized(self, block_size: tuple[int, int]) -> TracedMask | None:
+        """Return the mask in blocks of a size; given blocks have no other."""
+        return self if self.block_size in (None, block_size) else None
+
+    def computed_fraction(self) -> float:
+        window = self.window
+        pairs = self.size.q_len * self.size.kv_len
+        return 0.5 if window is None or self.tensors else window.pairs(self.size.q_len) / pairs
+
+    def is_mostly_partial(self) -> bool:
+        """Return whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
+        if self.mask is None:
+            return False
+        if not self.is_own:
+            return bool(self.tensors) or self._reads_made_tensors()
+        few, length = compat.size_hint(self.size.batch * self.size.heads), compat.size_hint(self.size.kv_len)
+        for inner in self.mask.inside():
+            tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
+            cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
+            if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
+                return True
+        return self._reads_made_tensors()
+
+    def _reads_made_tensors(self) -> bool:
+        """Return whether kernels read tensors that the library makes for them."""
+        if self.mask is None or not self.mask.has_other_function():
+            return False
+        with compat.without_dispatch_modes():
+            alone, known = without_traced(self.mask, self.size)
+            return reads_made_tensors(alone, alone.resolve(known))
+
+    blocks = data = numbers = proven_options = explained = _unknown
+
+
+@dataclass(frozen=True)
+class TracedScore:
+    """A score change in place of a ScorePlan.
+
+    score: None if torch must trace its function to know it.
+    """
+
+    score: Score | None
+    size: Size
+    offset: Offset
+    kernel_key: Hashable
+    holds_aliases = False
+    shapes = ()
+    numbers = _unknown
+
+    @property
+    def opaque(self) -> bool:
+        return self.score is None
+
+    @property
+    def what(self) -> str:
+        return repr(self.score)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [] if self.score is None else self.score.tensors()
+
+    @property
+    def has_number_tensors(self) -> bool:
+        return any(t.ndim == 0 for t in self.tensors)
+
+    @property
+    def is_own(self) -> bool:
+        return self.score is not None and self.score.is_own()
+
+    @property
+    def cap(self) -> float | None:
+        return None if self.score is None else cap_of(self.score, self.size)
+
+    def mod(self) -> Callable[..., Tensor]:
+        """Return the function that a kernel would compile, as `TracedMask.mod`."""
+        return _as_kernels_see(cast(Score, self.score), self.size, self.offset)
+
+
+def _as_kernels_see(value: Mask | Score, size: Size, offset: Offset) -> Callable[..., Tensor]:
+    with compat.without_dispatch_modes():
+        alone, known = without_traced(value, size)
+        offset = _zeros_like(offset) if isinstance(offset, Tensor) else compat.size_hint(offset)
+        mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
+        return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+
+
+def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
+    """Return a mask or score with tensors of zeros, and a size of numbers."""
+    lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
+    batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
+    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
+    return with_tensors(value, _zeros_like), known
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
