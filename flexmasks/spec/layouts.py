@@ -32,17 +32,18 @@ def prepare_sequences(
     Queries past the last sequence get sequence -1, keys past it sequence -2. A score change that depends on distances
     alone gets no tables where distances in a sequence equal distances in the call.
     """
+    q_len, kv_len = (None, None) if size is None else (size.positions_of_q, size.kv_len)
     starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
     if starts_alike and isinstance(inner, Score) and inner.is_relative():
-        _length_of("offsets", offsets, size, None if size is None else size.positions_of_q)
+        _length_of("offsets", offsets, size, q_len)
         return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     if kv_offsets is None:
         kv_offsets = offsets
     elif kv_offsets.shape[0] != offsets.shape[0]:
         raise ValueError(f"`offsets` has {offsets.shape[0] - 1} sequences, `kv_offsets` has {kv_offsets.shape[0] - 1}.")
-    q_sequence, q_position = _unpack("offsets", offsets, size, None if size is None else size.positions_of_q, -1)
+    q_sequence, q_position = _unpack("offsets", offsets, size, q_len, -1)
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
-    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + q_position.shape[0]
     return {
         "inner": inner,
