@@ -120,7 +120,7 @@ class Blocks:
 
     @functools.cached_property
     def hidden(self) -> float:
-        """The share of hidden pairs in partial and full blocks, from 0 to 1, as the mask has them in partial blocks."""
+        """The share of hidden pairs in partial and full blocks, from 0 to 1; evaluates the mask in partial blocks."""
         computed = self.partial_pairs + self.full_pairs
         return self.hidden_pairs() / computed if computed else 0.0
 
