@@ -19,12 +19,12 @@ import torch
 from helpers import TOLERANCE, error
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
 from flexmasks.backends import tiles
 from flexmasks.kernels import softmax_plain
 from flexmasks.plans import recorded
+from flexmasks.plans.tracing import trace
 
 THREADS = 8
 LENGTH = 160
@@ -279,23 +279,22 @@ def test_known_calls_run_while_another_thread_compiles() -> None:
 
 @pytest.mark.slow
 def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch traces in one thread, it refuses compiled calls in all threads."""
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
     records = threading.Event()
 
-    def make_slowly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def trace_slowly(function: Callable[..., Any], *arguments: Any) -> Any:
         def slow(*inputs: Tensor) -> Any:
             records.set()
             time.sleep(0.5)
             return function(*inputs)
 
-        return make_fx(slow, **options)
+        return trace(slow, *arguments)
 
     def plan() -> None:
         for size in (30, 40):  # the second plan of a kind is recorded
             flexmasks.attention(q, k, v, mask="document", document_ids=torch.arange(LENGTH) // size)
 
-    monkeypatch.setattr(recorded, "make_fx", make_slowly)
+    monkeypatch.setattr(recorded, "trace", trace_slowly)
     want = flexmasks.attention(q, k, v, mask="sliding_window", window=20)
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(plan)
