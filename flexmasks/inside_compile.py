@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
+from flexmasks.backends import empty, fa4, flash, flex, flex_kernels, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
@@ -130,13 +130,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         q, k, v = q.detach(), k.detach(), v.detach()
     scale = request.scale
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
-        q, k, scale = flex.widened(q, k, scale)
-        q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
+        q, k, scale = flex_kernels.widened(q, k, scale)
+        q, k, v = flex_kernels.separate(q), flex_kernels.separate(k), flex_kernels.separate(v)
     backend = "FLASH" if name == "flash" else None
     block_mask = cast(compat.BlockMask, block_mask)
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
-    out, lse = flex.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
-    return Result(flex.separate(out) if name == "cpu" else out, lse)
+    out, lse = flex_kernels.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
+    return Result(flex_kernels.separate(out) if name == "cpu" else out, lse)
 
 
 def _without_pairs(
@@ -340,7 +340,7 @@ def _held(value: Any, backend: str) -> Any:
     if backend not in _COMPILED:
         return value
     if isinstance(value, Tensor):
-        return flex.separate(value.detach()) if backend == "cpu" else value.unsqueeze(0).select(0, 0)
+        return flex_kernels.separate(value.detach()) if backend == "cpu" else value.unsqueeze(0).select(0, 0)
     if isinstance(value, Modifier):
         return type(value)(value.definition, {n: _held(v, backend) for n, v in value.params.items()})
     if isinstance(value, ResolvedInner):
@@ -409,7 +409,9 @@ def _blocks_of(
         layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
         return layout.indices
-    return tuple(flex.separate(x) for x in layout.indices)  # torch's CPU kernel fails if two lists share their memory
+    return tuple(
+        flex_kernels.separate(x) for x in layout.indices
+    )  # torch's CPU kernel fails if two lists share their memory
 
 
 # --- the reference backend ---

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import decode, fa4
+from flexmasks.backends import decode, fa4, fa4_package
 from flexmasks.backends.call import OUTCOMES, Replay, Result, Unavailable, first_line
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
@@ -368,7 +368,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     if learns_any((q, k_cache, v_cache)) or is_traced or autocasts(device):
         return False
-    return (request.q_offset is None and device in _FA4_ON and fa4.is_installed()) or decode.are_few(
+    return (request.q_offset is None and device in _FA4_ON and fa4_package.is_installed()) or decode.are_few(
         q.shape[2], length, q.device
     )
 

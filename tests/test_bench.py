@@ -35,9 +35,10 @@ from benchmarks import steps as bench_steps
 from benchmarks.memory import peak_bytes
 from benchmarks.model import Sizes
 from benchmarks.runner import measure_passes, measure_steps
-from flexmasks.backends import flex
+from flexmasks.backends import flex_kernels
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.plans import mask_plan
 from flexmasks.plans.data import data_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -284,11 +285,11 @@ def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels of torch's flex_attention run without compilation, which takes long."""
 
     def new_kernel(key: Hashable, is_static: bool = False) -> Any:
-        kernel = flex._Kernel(flex.flex, is_static)
-        flex._KERNELS.put(key, (), kernel, 1)
+        kernel = flex_kernels._Kernel(flex_kernels.flex, is_static)
+        flex_kernels.COMPILED.put(key, (), kernel, 1)
         return kernel
 
-    monkeypatch.setattr(flex, "_new_kernel", new_kernel)
+    monkeypatch.setattr(flex_kernels, "_new_kernel", new_kernel)
     monkeypatch.setattr(peers, "compiled_flex", lambda: flex_attention)
     yield
     flexmasks.clear_caches()
@@ -762,11 +763,11 @@ def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return scaled_dot_product_attention(q, k, v, attn_mask=(seen & partial) | full), None
 
     def new_kernel(key: Hashable, is_static: bool = False) -> Any:
-        kernel = flex._Kernel(attend, is_static)
-        flex._KERNELS.put(key, (), kernel, 1)
+        kernel = flex_kernels._Kernel(attend, is_static)
+        flex_kernels.COMPILED.put(key, (), kernel, 1)
         return kernel
 
-    monkeypatch.setattr(flex, "_new_kernel", new_kernel)
+    monkeypatch.setattr(flex_kernels, "_new_kernel", new_kernel)
     yield
     flexmasks.clear_caches()
 
@@ -820,7 +821,7 @@ def test_forms_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("uncompiled_kernels")
 def test_different_outputs_of_both_forms_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     of_full = flexmasks.block_mask("strided", 64, block_size=32, stride=7)
-    monkeypatch.setattr(bench_data, "data_of", lambda given, *sizes: data_of(of_full, *sizes))
+    monkeypatch.setattr(mask_plan, "data_of", lambda given, *sizes: data_of(of_full, *sizes[:2]))
     with pytest.raises(ValueError, match="the outputs by function and by data differ by"):
         _data_rows(bench_data.Case("strided", 64, flexmasks.get_mask("strided", stride=9)))
 

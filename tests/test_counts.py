@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import flexmasks
 from flexmasks import compat
-from flexmasks.backends import flex as kernels
+from flexmasks.backends import flex_kernels as kernels
 from flexmasks.backends import kernel_tiles
 from flexmasks.blocks import Blocks, count_in_strips, strips
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan

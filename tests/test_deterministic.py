@@ -12,11 +12,12 @@ import pytest
 import torch
 from helpers import skip_unless_flash_takes
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import calls, inside_compile
-from flexmasks.backends import fa4, table
+from flexmasks.backends import fa4_package, table
 from flexmasks.request import Request
 
 
@@ -54,7 +55,7 @@ def test_what_backends_refuse(
     deterministic: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fa4, "capability", lambda device: capability)
+    monkeypatch.setattr(fa4_package, "capability", lambda device: capability)
     backend = table.BACKENDS[name]
     monkeypatch.setitem(table.BACKENDS, name, replace(backend, refuses=lambda call: None))
     call = _call(**given)
@@ -75,13 +76,17 @@ def test_what_backends_refuse(
 
 
 def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> None:
-    q: Any = SimpleNamespace(is_cuda=True)
-    chosen = inside_compile._backend_of_block_mask
-    assert chosen(q, Request(), needs_grad=True, learns=True) == "reference"
-    assert chosen(q, Request(), needs_grad=True, learns=False) == "triton"
-    for backend, learns in (("triton", True), ("flash", False)):
-        with pytest.raises(ValueError, match=f"backend '{backend}' adds gradients in changing order"):
-            chosen(q, Request(backend=backend), needs_grad=True, learns=learns)
+    unknown = ("unknown", "")
+
+    def first(learns: bool) -> str:
+        with FakeTensorMode(), torch.device("cuda:0"):
+            q = torch.empty(1, 2, 256, 64, requires_grad=True)
+            facts = (True, True, learns, False, False)
+            call = inside_compile._call_of((unknown, 0, (128, 128)), unknown, 0, q, q, q, None, facts)
+            return table.choose(call)[0][0].name
+
+    assert first(learns=True) == "reference"
+    assert first(learns=False) == "triton"
 
 
 def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:

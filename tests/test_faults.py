@@ -29,7 +29,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode_cpu, dense_cpu, fa4, flex, sdpa, table, tiles
+from flexmasks.backends import decode_cpu, dense_cpu, fa4_package, flex_kernels, sdpa, table, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -86,7 +86,7 @@ def _cubed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor
 # backend, the function that runs out of memory, the call, and whether it learns
 OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "sdpa": ("sdpa", sdpa.F, "scaled_dot_product_attention", {"mask": "causal"}, False),
-    "compiled": ("cpu", flex, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
+    "compiled": ("cpu", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
     "dense forward": ("dense", dense_cpu.CpuDense, "forward", {"mask": "causal", "score": "alibi"}, True),
@@ -237,7 +237,7 @@ def test_a_full_gpu(mask: str) -> None:
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
     "sdpa": ("sdpa", "dense", sdpa.FusedCall, "__call__", {"mask": "causal"}),
     "dense": ("dense", "reference", dense_cpu.CpuDense, "__call__", {"mask": "sliding_window", "window": 20}),
-    "compiled": ("cpu", "reference", flex, "_run_kernel", {"mask": "sliding_window", "window": 20}),
+    "compiled": ("cpu", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
 
@@ -253,7 +253,7 @@ def test_the_next_backend_runs_the_call(
         _check(tensors, call)
     assert flexmasks.explain(*tensors, **call).backend == failing
     if at > 1:  # kernels that ran are called without a lookup
-        owner, function = (owner, function) if learns else (flex.Runner, "__call__")
+        owner, function = (owner, function) if learns else (flex_kernels.Runner, "__call__")
     with monkeypatch.context() as patched:
         calls = _fails(patched, owner, function, ValueError("the kernel broke"))
         _check(tensors, call)
@@ -496,7 +496,9 @@ def test_a_cache_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> Non
 
 # --- flash-attn-4 of another version ---
 
-_FORWARD = f"def _flash_attn_fwd(q, k, v, {', '.join(f'{n}=None' for n in fa4._NEEDED['_flash_attn_fwd'])}): 1 / 0\n"
+_FORWARD = (
+    f"def _flash_attn_fwd(q, k, v, {', '.join(f'{n}=None' for n in fa4_package._NEEDED['_flash_attn_fwd'])}): 1 / 0\n"
+)
 _BACKWARD = "def _flash_attn_bwd(*tensors, **arguments): 1 / 0\n"
 # the package's __init__.py, its cute/__init__.py and cute/interface.py (None: there is no such file), and the reason
 PACKAGES: dict[str, tuple[str, str | None, str | None, str]] = {
@@ -524,11 +526,11 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setenv(fa4.KEEPS_KERNELS, "0")  # so that its folder stays as it is
-    fa4._package.cache_clear()
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
+    monkeypatch.setenv(fa4_package.KEEPS_KERNELS, "0")  # so that its folder stays as it is
+    fa4_package._package.cache_clear()
     yield files[3]
-    fa4._package.cache_clear()
+    fa4_package._package.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
 
@@ -542,7 +544,7 @@ def _half_on_cuda() -> Any:
 def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {}
     if state == "chosen":
-        kept = {fa4.KERNEL_FOLDER: "elsewhere"}
+        kept = {fa4_package.KERNEL_FOLDER: "elsewhere"}
     environ = {"XDG_CACHE_HOME": str(tmp_path), **kept}
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.delitem(sys.modules, "flash_attn.cute.cache_utils", raising=False)
@@ -550,10 +552,10 @@ def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, m
         (tmp_path / "flexmasks").write_text("a file in the folder's place")
     if state == "imported":
         monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", ModuleType("cache_utils"))
-    fa4._keep_kernels_on_disk()
+    fa4_package._keep_kernels_on_disk()
     if state == "new":
         folder = tmp_path / "flexmasks" / "flash-attn-4"
-        kept = {fa4.KEEPS_KERNELS: "1", fa4.KERNEL_FOLDER: str(folder)}
+        kept = {fa4_package.KEEPS_KERNELS: "1", fa4_package.KERNEL_FOLDER: str(folder)}
         assert folder.stat().st_mode & 0o777 == 0o700
     assert environ == {"XDG_CACHE_HOME": str(tmp_path), **kept}
 
@@ -561,12 +563,12 @@ def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, m
 @pytest.mark.parametrize("package", PACKAGES, indirect=True)
 def test_another_flash_attention(package: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        reason = fa4.refuses_package(_half_on_cuda())
+        reason = fa4_package.refuses_package(_half_on_cuda())
         assert (package in reason) if package and reason else (reason is None and not package)
     messages = _warnings(caplog)
     is_silent = package in ("", "the package flash-attn-4 is not installed")
     assert messages == ([] if is_silent else [f"{reason}, so other backends run its calls"])
-    assert fa4.is_installed() == (package == "")
+    assert fa4_package.is_installed() == (package == "")
     q = torch.randn(1, 2, 4, 16)  # calls on a CPU do not look at the package
     flexmasks.attention(q, q, q, mask="causal")
     pages, lens = torch.arange(2).view(1, 2), torch.tensor([40])
@@ -589,8 +591,8 @@ def test_a_flash_attention_with_a_race(
     folder = tmp_path / f"flash_attn_4-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {version}\n")
-    reason = fa4.refuses_package(_half_on_cuda())
-    assert (reason is None) == is_right == fa4.is_installed()
+    reason = fa4_package.refuses_package(_half_on_cuda())
+    assert (reason is None) == is_right == fa4_package.is_installed()
     if not is_right:
         assert f"flash-attn-4 {version} may give garbage as gradients: before 4.0.0b26" in str(reason)
         assert _warnings(caplog) == [f"{reason}, so other backends run its calls"]
@@ -606,10 +608,10 @@ def test_a_flash_attention_that_fails_at_import(package: str, tmp_path: Path) ->
     """The source is as it should be, and importing it fails; later calls know why."""
     interface = tmp_path / "flash_attn" / "cute" / "interface.py"
     interface.write_text(f"{interface.read_text()}\nimport a_library_that_is_missing\n")
-    assert fa4.refuses_package(_half_on_cuda()) is None
+    assert fa4_package.refuses_package(_half_on_cuda()) is None
     with pytest.raises(backends_call.Unavailable, match="cannot be imported: ModuleNotFoundError"):
-        fa4.interface()
-    assert "a_library_that_is_missing" in str(fa4.refuses_package(_half_on_cuda()))
+        fa4_package.interface()
+    assert "a_library_that_is_missing" in str(fa4_package.refuses_package(_half_on_cuda()))
 
 
 @pytest.mark.gpu

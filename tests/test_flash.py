@@ -6,7 +6,6 @@ torch's CuteDSLOpOverrides and CuTe.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -24,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
-from flexmasks import inside_compile, planned
-from flexmasks.backends import flash, forms, numbers
+from flexmasks import planned
+from flexmasks.backends import fa4_package, flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.planned import plan_call
 from flexmasks.plans.mask_plan import MaskPlan
@@ -400,7 +399,7 @@ def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, leng
 def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
     monkeypatch.setattr(flash, "capability", lambda device: capability)
-    monkeypatch.setattr(flash.fa4, "fits_tiles", lambda: fits)
+    monkeypatch.setattr(fa4_package, "fits_tiles", lambda: fits)
     monkeypatch.setattr(planned, "block_size_for", lambda size: (128, 128))
 
 
@@ -475,33 +474,6 @@ def test_numbers_of_masks_whose_blocks_are_no_data(monkeypatch: pytest.MonkeyPat
     for size, values in ((192, MAX_COMPILED_VALUES), (128, 20), (256, 20)):
         flexmasks.clear_caches()
         assert [refused(size, n) for n in range(1, 21)] == [n > values for n in range(1, 21)]
-
-
-class OnGPU:
-    """What the choice for a block mask reads of a tensor, as if it lay on a GPU."""
-
-    is_cuda = True
-
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_own_blocks_inside_compile(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
-    on_hopper(monkeypatch)
-
-    def chosen(x: Tensor, block_mask: BlockMask) -> Tensor:
-        q: Any = OnGPU(x)
-        inside_compile._backend_of_block_mask(q, Request(block_mask=block_mask, backend="flash"), False, False)
-        return x + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(chosen, fullgraph=True, backend="eager", dynamic=dynamic)
-    of = functools.partial(flexmasks.block_mask, "causal", 256)
-    for size, block_size in ((192, (128, 96)), (256, (128, 64)), (128, (128, 128)), (192, (128, 96))):
-        compiled(torch.ones(1, 1, 2, size), of(block_size=block_size))
-    with pytest.raises(Exception, match="takes blocks of 128 queries x 96 keys only"):
-        chosen(torch.ones(1, 1, 2, 192), of(block_size=128))
 
 
 def _large_heads(kind: str) -> tuple[tuple[int, int, int, int], dict[str, Any], Callable[[Tensor], Tensor]]:

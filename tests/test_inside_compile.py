@@ -41,7 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmasks
 from flexmasks import Mask, inside_compile
-from flexmasks.backends import fa4, flash, kernel_tiles, table
+from flexmasks.backends import fa4, fa4_kernel, fa4_package, flash, kernel_tiles, table
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks import causal
 from flexmasks.plans import traced
@@ -907,14 +907,15 @@ def test_windows_reach_flash_attention_4(
         launched.append(args)
         return _attend_plainly(*args)
 
-    for name, value in (("_forward", launch), ("_backward", _differentiate_plainly), ("MIN_QUERIES", 16)):
-        monkeypatch.setattr(fa4, name, value)
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
-    monkeypatch.setattr(fa4, "_knows_sinks", lambda: True)
+    for name, value in (("forward", launch), ("backward", _differentiate_plainly)):
+        monkeypatch.setattr(fa4_kernel, name, value)
+    monkeypatch.setattr(fa4, "MIN_QUERIES", 16)
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4_package, "knows_sinks", lambda: True)
     monkeypatch.setattr(table, "_FA4_MIN_FLOP", 0)
     monkeypatch.setattr(table, "_FLASH_MIN_FLOP", math.inf)
     with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
-        for operator in (fa4.traced_forward, fa4.traced_backward):
+        for operator in (fa4_kernel.traced_forward, fa4_kernel.traced_backward):
             library.impl(operator._opoverload, operator._init_fn, "CPU")
         # Learned sinks are the fourth tensor.
         tensors = [*leaves(), *([torch.tensor([0.5, -1.0])[:HEADS]] if with_sinks else [])]
@@ -942,7 +943,7 @@ def test_windows_reach_flash_attention_4(
 def test_the_backend_for_gradients_follows_from_names_and_shapes(
     mask: Callable[[int], Any], length: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     asked = mask(length)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -954,9 +955,9 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
 
 
 def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (fa4, flash):
+    for module in (fa4_package, flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_fits_blocks", lambda device: True)
     causal = data_of(flexmasks.get_mask("causal"), torch.device("cuda")).values()
@@ -973,7 +974,9 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
     assert next(name for name in found if not found[name]) == "flash"
     assert all(found[name].startswith("it knows only") for name in ("fa4", "sdpa"))
     assert reasons(causal, (128, 128), size=256)["flash"] == flash.only_blocks_of((128, 64))
-    assert reasons(causal, (128, 64), size=256)["flash"] == ""
+    for size, block_size in ((256, (128, 64)), (192, (128, 96)), (128, (128, 128))):
+        assert reasons(causal, block_size, size=size)["flash"] == ""
+    assert reasons(causal, (128, 128), size=192)["flash"] == flash.only_blocks_of((128, 96))
     found = reasons(("unknown", ""), (128, 128))
     assert next(name for name in found if not found[name]) == "triton"
     assert found["flash"] == "it may miscompile the function, which reads variables that may change"

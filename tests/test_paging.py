@@ -23,8 +23,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flexmasks
 from flexmasks import calls, pages
-from flexmasks.backends import fa4
-from flexmasks.backends import flex as kernels
+from flexmasks.backends import fa4, fa4_kernel, fa4_package
+from flexmasks.backends import flex_kernels as kernels
 from flexmasks.plans import gathered
 from flexmasks.request import Request
 
@@ -670,17 +670,17 @@ def _attend_to_pages(
 )
 def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
-    monkeypatch.setattr(fa4, "why_missing", lambda: "")
-    monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     sizes = []
 
     def attend(q: Tensor, k: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         sizes.append(k.shape[1])
         return _attend_to_pages(q, k, *more)
 
-    monkeypatch.setattr(fa4, "_forward", attend)
+    monkeypatch.setattr(fa4_kernel, "forward", attend)
     _check_fa4(mask, page_size, "cpu", torch.float32, (64, 48))
     assert {*sizes} == {min(page_size, 128)}
 
@@ -747,18 +747,18 @@ def test_fa4_in_pages_is_captured() -> None:
 @pytest.mark.usefixtures("quick_kernels")
 def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
-    monkeypatch.setattr(fa4, "why_missing", lambda: "")
-    monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(pages, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 
     def failing(*arguments: Any) -> Any:
         calls_of_kernel.append(1)
         raise TypeError("no such kernel")
 
-    monkeypatch.setattr(fa4, "_forward", failing)
+    monkeypatch.setattr(fa4_kernel, "forward", failing)
     cache, q = Paged([210, 0, 170], 32, 7), torch.randn(3, 4, 150, 32)
     cache.k = cache.k.nan_to_num(0.0)
     cache.v = cache.v.clamp(max=5.0)

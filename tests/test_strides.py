@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls
-from flexmasks.backends import flex, sdpa
+from flexmasks.backends import flex_kernels, sdpa
 
 BATCH, HEADS, LENGTH, SIZE = 2, 2, 96, 32
 
@@ -93,9 +93,9 @@ def test_one_kernel_serves_all_layouts(layout: str, monkeypatch: pytest.MonkeyPa
 def test_large_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt for all batch elements would take the memory of many."""
     q, k = (LAYOUTS[name](torch.randn) for name in ("contiguous", "one for the batch"))
-    assert all(x.is_contiguous() for x in flex._laid_out("key", (), q, k, k))
-    monkeypatch.setattr(flex, "_MAX_COPIED", 2 * k.nbytes - 1)
-    assert flex._laid_out("key", (), q, k, k) == (q, k, k)
+    assert all(x.is_contiguous() for x in flex_kernels._laid_out("key", (), q, k, k))
+    monkeypatch.setattr(flex_kernels, "_MAX_COPIED", 2 * k.nbytes - 1)
+    assert flex_kernels._laid_out("key", (), q, k, k) == (q, k, k)
 
 
 class _Calls:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
 from flexmasks import calls, compat
-from flexmasks.backends import fa4, flash
+from flexmasks.backends import fa4, fa4_kernel, fa4_package, flash
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.kernels import tanh
 from flexmasks.planned import plan_call
@@ -220,7 +220,7 @@ def test_fa4_hides_padding(
     layout: str, bound: int | None, batch: int, sinks: list[float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check a call of FlashAttention 4 whose padding nobody has read; a function takes the kernel's place."""
-    monkeypatch.setattr(fa4._Attend, "apply", _attend_in_sequences)
+    monkeypatch.setattr(fa4_kernel.Attend, "apply", _attend_in_sequences)
     offsets, kv_offsets = torch.tensor([0, 6, 6, 11]), torch.tensor([0, 2, 6, 13])
     mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
     if layout == "other keys":
@@ -252,14 +252,14 @@ def test_fa4_hides_padding(
 
 def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two different head sizes are taken as far as flash-attn-4 is tested with them by its authors."""
-    monkeypatch.setattr(fa4, "why_missing", lambda: "")
-    monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def reason(size: int, v_size: int, learns: bool = False, kv_heads: int = 4) -> str | None:
         shapes = (4, size), (kv_heads, size), (kv_heads, v_size)
         q, k, v = (torch.empty(1, h, 200, n, dtype=torch.bfloat16, device="meta") for h, n in shapes)
-        return fa4.refuses_package(SimpleNamespace(q=q, k=k, v=v, is_cuda=True, needs_grad=learns))  # type: ignore[arg-type]
+        return fa4_package.refuses_package(SimpleNamespace(q=q, k=k, v=v, is_cuda=True, needs_grad=learns))  # type: ignore[arg-type]
 
     for size, v_size in ((64, 64), (128, 128), (192, 128), (128, 64)):
         assert reason(size, v_size) is None
@@ -298,7 +298,7 @@ def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "up to 128, 192 with 128 for v, and 256" in str(reasons[10, 0][1])
     assert flash.refuses(_call_on(monkeypatch, (12, 0), size=64)) == "on compute capability 12 it takes no blocks"
     q, sinks = torch.zeros(1, 4, 200, 64), torch.zeros(4)
-    monkeypatch.setattr(fa4, "_knows_sinks", lambda: True)
+    monkeypatch.setattr(fa4_package, "knows_sinks", lambda: True)
     for capability in ((9, 0), (12, 0)):
         _call_on(monkeypatch, capability)
         assert fa4.folds_sinks(q, q, q, sinks)
@@ -311,10 +311,10 @@ def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size: int = 64, **given: Any) -> Any:
     """Return a double of a call of causal attention on a GPU with flash-attn-4."""
-    monkeypatch.setattr(fa4, "why_missing", lambda: "")
-    monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for module in (fa4, flash):
+    for module in (fa4_package, flash):
         monkeypatch.setattr(module, "capability", lambda device: capability)
     q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
     call = {"needs_grad": False, "cap": None, "score": None, "kernel_options": None, "scale": None, **given}
@@ -653,17 +653,17 @@ def test_which_sinks_flash_attention_4_folds_in(monkeypatch: pytest.MonkeyPatch)
     """Sinks that learn alone belong to a call that was chosen as one without gradients."""
     q, sinks = torch.randn(1, 2, 4, 8), torch.zeros(2)
     learning, learning_sinks = q.clone().requires_grad_(), sinks.clone().requires_grad_()
-    fa4._has_argument_of_sinks.cache_clear()
-    monkeypatch.setattr(fa4, "interface", lambda: _interface_with("learnable_sink"))
+    fa4_package._has_argument_of_sinks.cache_clear()
+    monkeypatch.setattr(fa4_package, "interface", lambda: _interface_with("learnable_sink"))
     assert fa4.folds_sinks(q, q, q, sinks)
     assert fa4.folds_sinks(q, learning, q, learning_sinks)
     assert not fa4.folds_sinks(q, q, q, learning_sinks)
     with torch.no_grad():
         assert fa4.folds_sinks(q, q, q, learning_sinks)
-    fa4._has_argument_of_sinks.cache_clear()
-    monkeypatch.setattr(fa4, "interface", lambda: _interface_with("softmax_scale"))  # an earlier version
+    fa4_package._has_argument_of_sinks.cache_clear()
+    monkeypatch.setattr(fa4_package, "interface", lambda: _interface_with("softmax_scale"))  # an earlier version
     assert not fa4.folds_sinks(q, q, q, sinks)
-    fa4._has_argument_of_sinks.cache_clear()
+    fa4_package._has_argument_of_sinks.cache_clear()
 
 
 def test_a_call_with_sinks_is_another_kind() -> None:

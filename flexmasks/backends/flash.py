@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex, forms, numbers
+from flexmasks.backends import fa4_package, flex, forms, numbers
 from flexmasks.backends.call import OUTCOMES, Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
@@ -34,7 +34,7 @@ def block_size(head_size: int, device: torch.device) -> tuple[int, int] | None:
 @compat.constant_in_graphs
 def _fits_blocks(device: torch.device) -> bool:
     """Return whether kernels for large heads have tiles that fit into blocks."""
-    return fa4.fits_tiles() and capability(device) == _FITTED_ON
+    return fa4_package.fits_tiles() and capability(device) == _FITTED_ON
 
 
 def _wanted(call: Call) -> tuple[int, int] | None:
@@ -53,7 +53,7 @@ def _fitted(call: Call) -> Call:
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    reason = fa4.refuses_package(call) or flex.refuses_to_compile(call)
+    reason = fa4_package.refuses_package(call) or flex.refuses_to_compile(call)
     if reason:
         return reason
     reason = _refuses_blocks_here(call) or _refuses_head_size(call)
@@ -149,7 +149,7 @@ def adds_in_any_order(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if it cannot be compiled."""
-    fa4.interface()  # what torch's kernel would import
+    fa4_package.interface()  # what torch's kernel would import
     return flex.run(_fitted(call), _FLASH)
 
 

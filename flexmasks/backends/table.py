@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import cpu, decode, dense, fa4, flash, flex, forms, reference, sdpa, triton
+from flexmasks.backends import cpu, decode, dense, fa4, fa4_package, flash, flex, forms, reference, sdpa, triton
 from flexmasks.backends.call import (
     OUTCOMES,
     Call,
@@ -110,7 +110,7 @@ def _fastest_first(call: Call) -> list[Backend]:
         first = ["sdpa", own]
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
     slow: list[str] = ["decode", "dense"]
-    if fa4.refuses_package(call) is None:
+    if fa4_package.refuses_package(call) is None:
         window = call.mask.window
         flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import private_torch
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import measure_passes
-from flexmasks.backends import fa4, flash, flex, forms
+from flexmasks.backends import fa4_package, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.cache import clear_caches
@@ -181,7 +181,7 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
 def _refused(call: Call, backend: str) -> dict[str, str | None]:
     """Return why a backend may compute a form wrongly, or not at all, by form."""
     if backend == "flash":
-        return {FUNCTION: flash.refuses(call), DATA: fa4.refuses_package(call)}
+        return {FUNCTION: flash.refuses(call), DATA: fa4_package.refuses_package(call)}
     return {FUNCTION: forms.why_inexact(call)}
 
 
@@ -216,7 +216,9 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     """Return what to measure, by descriptions."""
     is_cuda = device.type == "cuda"
     scale = _QUICK if quick else _GPU if is_cuda else _CPU
-    backends = [name for name in ("triton", "flash") if name != "flash" or fa4.is_installed()] if is_cuda else ["cpu"]
+    backends = (
+        [name for name in ("triton", "flash") if name != "flash" or fa4_package.is_installed()] if is_cuda else ["cpu"]
+    )
     return {
         f"{case.name}, {case.length} tokens, {backend}": functools.partial(
             _rows, case, backend, scale, device, _QUICK_RUNS if quick else _RUNS

@@ -20,7 +20,7 @@ from benchmarks import first_call
 from benchmarks.model import Sizes
 from benchmarks.results import Row
 from benchmarks.steps_tables import OURS, PLAIN
-from flexmasks.backends.fa4 import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
+from flexmasks.backends.fa4_package import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
 from flexmasks.pictures.output import progress
 
 CALLS, STEPS = "first calls", "first steps"

@@ -16,7 +16,8 @@ from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.steps import QUICK, USUAL, Pace, measure, measured_rows
 from benchmarks.steps_tables import OURS, github_table
 from flexmasks.attention import attention, explain, paged_attention
-from flexmasks.backends.fa4 import MIN_QUERIES, is_installed
+from flexmasks.backends.fa4 import MIN_QUERIES
+from flexmasks.backends.fa4_package import is_installed
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask

@@ -1,0 +1,256 @@
+"""FlashAttention 4's kernels with their gradients, also as operators of torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.backends.fa4_package import ARGUMENTS, interface, is_small
+
+_ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
+
+
+def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
+    """Return the kernel's arguments for the keys at distances -left..right of a query.
+
+    None is no limit.
+    """
+    if left is None and right == 0:
+        return {"causal": True}
+    limits = {"window_size_left": left, "window_size_right": right}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def hide_padding(x: Tensor, dim: int, count: Tensor, value: float | Tensor) -> Tensor:
+    """Return `x` with a value behind the first `count` places of a dimension.
+
+    The elements of x there get gradient 0. count: int64[1]. value: a number, or a tensor that broadcasts with x.
+    """
+    place = torch.arange(x.shape[dim], device=x.device)
+    return torch.where((place < count).view(-1, *[1] * (x.ndim - dim - 1)), x, value)
+
+
+class Attend(torch.autograd.Function):
+    """Attention by the kernel.
+
+    q and k are [B, S, H, D] and v is [B, S, H, Dv], or they are [tokens, H, D] and [tokens, H, Dv].
+    The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        arguments: dict[str, Any],
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, arguments, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.arguments, ctx.cap = arguments, cap
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return None, None, None, None, None, None
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        gradients = backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap, sinks)
+        if torch.is_grad_enabled():
+            gradients = _NotDifferentiable.apply(q, k, v, *gradients)
+        return *gradients, *([None] * (4 - len(gradients))), None, None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse; the tensors have the shapes of `Attend`."""
+    functions = {}
+    if cap is not None:
+        scale = arguments.get("softmax_scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        arguments = {**arguments, "softmax_scale": scale / cap}
+        functions = {"score_mod": _softcap_of_share(cap)}
+    given = {} if sinks is None else {"learnable_sink": sinks}
+    out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **functions, **given)[:2]
+    return out, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    arguments: dict[str, Any],
+    cap: float | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, and of sinks if there are some."""
+    functions = {}
+    if cap is not None:
+        functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
+    given = {} if sinks is None else {"learnable_sink": sinks}
+    deterministic = torch.are_deterministic_algorithms_enabled() and not is_small(q.device)
+    tensors = (q, k, v, out, d_out, lse)
+    gradients = interface()._flash_attn_bwd(
+        *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic
+    )
+    return tuple(gradients[: 3 if sinks is None else 4])
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """The gradients, unchanged, with an error in place of their derivatives.
+
+    Autograd alone would give zero derivatives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError(_ONCE_ONLY)
+
+
+def _given(*in_order: Any) -> dict[str, Any]:
+    """Return the arguments of the kernel, without those that are None."""
+    return {name: value for name, value in zip(ARGUMENTS, in_order, strict=True) if value is not None}
+
+
+@torch.library.custom_op("flexmasks::fa4_forward", mutates_args=(), device_types="cuda")
+def traced_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    q_starts: Tensor | None,
+    kv_starts: Tensor | None,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+    causal: bool | None,
+    cap: float | None,
+    lse_may_learn: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse, as `Attend` does.
+
+    lse_may_learn: the gradient of the lse counts.
+    """
+    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    return forward(q, k, v, arguments, cap, sinks)
+
+
+@traced_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("flexmasks::fa4_backward", mutates_args=(), device_types="cuda")
+def traced_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q_starts: Tensor | None,
+    kv_starts: Tensor | None,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+    causal: bool | None,
+    cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
+    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks)
+    return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
+
+
+@traced_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_sinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_sinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, q_starts, kv_starts, *numbers, lse_may_learn = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, q_starts, kv_starts)
+    ctx.numbers, ctx.lse_may_learn = numbers, lse_may_learn
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, sinks, *starts = ctx.saved_tensors
+    d_lse = d_lse if ctx.lse_may_learn else None
+    dq, dk, dv, d_sinks = traced_backward(q, k, v, out, lse, sinks, d_out, d_lse, *starts, *ctx.numbers)
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 10
+
+
+def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    raise RuntimeError(_ONCE_ONLY)
+
+
+traced_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+traced_backward.register_autograd(_refuse_twice)
+
+
+@functools.lru_cache(maxsize=64)
+def _softcap_of_share(cap: float) -> Any:
+    """Return cap * tanh(share) as a function in CuTe, for shares score / cap.
+
+    The kernel's scale divides by the cap, which saves a multiplication of each pair. In the backward pass it would
+    enlarge the gradients that are kept in half precision.
+    """
+    import cutlass.cute as cute
+
+    @cute.jit
+    def softcap(share: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return cap * cute.math.tanh(share, fastmath=True)
+
+    return softcap
+
+
+@functools.lru_cache(maxsize=64)
+def _softcap(cap: float) -> tuple[Any, Any]:
+    """Return cap * tanh(score / cap) and its derivative, as functions in CuTe.
+
+    FlashAttention's own soft-cap is slow because it divides exactly; both use the GPU's tanh instruction.
+    """
+    import cutlass.cute as cute
+
+    inverse_cap = 1 / cap
+
+    @cute.jit
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return cap * cute.math.tanh(score * inverse_cap, fastmath=True)
+
+    @cute.jit
+    def derivative(
+        grad: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
+    ) -> Any:
+        tanh = cute.math.tanh(score * inverse_cap, fastmath=True)
+        return grad * (1.0 - tanh * tanh)
+
+    return softcap, derivative
