@@ -54,7 +54,7 @@ from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.parameters import Size, can_be_read
-from flexmasks.spec.rows import rows_of
+from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
 _log = logging.getLogger("flexmasks")

@@ -60,7 +60,7 @@ FAULTS: list[Fault] = [
     Fault("ranges/selection.py", "torch.minimum(x.lo, y.lo), y.lo", "torch.maximum(x.lo, y.lo), y.lo"),
     Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
     Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
-    Fault("ranges/truth.py", "certain = (x.lo & ~y.hi)", "certain = (x.lo & ~y.lo)"),
+    Fault("ranges/truth.py", "lambda x, y: (x.lo & ~y.hi)", "lambda x, y: (x.lo & ~y.lo)"),
     Fault(
         "ranges/truth.py",
         "certain(_without_nan(x), _without_nan(y))",
@@ -84,7 +84,7 @@ FAULTS: list[Fault] = [
     Fault("ranges/conversion.py", "x.lo.trunc(), x.hi.trunc()", "x.lo.floor(), x.hi.floor()"),
     # --- blocks ---
     Fault("blocks/decide.py", "decided.certain.shape[0], decided.certain.shape[1]", "decided.certain.shape[0], 1"),
-    Fault("blocks/build.py", "    if kv_len % block_size[1]:\n        full[..., -1] = False\n", ""),
+    Fault("blocks/build.py", "    if columns.length % columns.block_size:\n        full[..., -1] = False\n", ""),
     Fault(
         "blocks/build.py",
         "any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))",
@@ -138,7 +138,7 @@ FAULTS: list[Fault] = [
     ),
     # --- spec ---
     Fault("spec/values.py", "else (key, *states)", "else key"),
-    Fault("spec/values.py", "a.dtype == b.dtype and a.shape", "a.shape"),
+    Fault("spec/parameters.py", "a.dtype == b.dtype and a.shape", "a.shape"),
     Fault(
         "spec/values.py",
         "value.dtype in (torch.float16, torch.bfloat16)",
@@ -152,7 +152,7 @@ FAULTS: list[Fault] = [
         ("tests/test_values.py::test_values_inside_sequences_imply_heads_alone",),
     ),
     Fault("spec/values.py", "self.params.keys() == other.params.keys()", "self.params.keys() <= other.params.keys()"),
-    Fault("spec/values.py", " or any(m.learns() for m in self._inner())", ""),
+    Fault("spec/values.py", "for m in self.inside() for v in m.params", "for m in [self] for v in m.params"),
     Fault(
         "spec/values.py",
         "    if definition.own and not all(map(_is_plain, params.values())):\n"
@@ -178,11 +178,11 @@ FAULTS: list[Fault] = [
     Fault("spec/bands.py", "starts // length * (heads - 1)", "starts // length * heads"),
     Fault(
         "spec/parts.py",
-        "inner(score, _shifted(b, first_batch), _shifted(h, first_head)",
-        "inner(score, _shifted(b, first_batch), h",
+        "return _shifted(b, first_batch), _shifted(h, first_head)",
+        "return _shifted(b, first_batch), h",
         _DISTRIBUTED,
     ),
-    Fault("spec/rows.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
+    Fault("spec/parts.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
     Fault(
         "spec/structure.py",
         "return self._number(value, place, value > 0)",
@@ -199,8 +199,8 @@ FAULTS: list[Fault] = [
     Fault("spec/indexing.py", "count < size.positions_of_q:", "count < size.q_len:"),
     Fault(
         "spec/structure.py",
-        "return (kind, repr(value)), (",
-        "return (kind, value), (",
+        "return (kind, repr(value)), lambda",
+        "return (kind, value), lambda",
         ("tests/test_cache.py::test_nothing_stale",),
     ),
     # --- plans ---

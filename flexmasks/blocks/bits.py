@@ -51,9 +51,7 @@ def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> T
     def evaluate(parts: list[tuple[Tensor, Tensor]]) -> None:
         for chunk, out in parts:
             b, h, row, column = chunk.unbind(1)
-            q = (row[:, None] * height + q_offsets).clamp_(max=rows.length - 1)
-            kv = (column[:, None] * width + kv_offsets).clamp_(max=columns.length - 1)
-            out.copy_(packed(elements(b, h, q, kv)))
+            out.copy_(packed(elements(b, h, rows.positions(row, q_offsets), columns.positions(column, kv_offsets))))
 
     workers = Workers(1, 0)
     if not compat.transforms_active():  # a transform is active in the caller's thread only

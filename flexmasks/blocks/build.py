@@ -70,38 +70,40 @@ def build(
     limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device, has_wide_lists=not is_narrow)
     if math.prod(shape) > 4 * limits.BLOCKS_ON_CPU:
         decided = decided._replace(certain=decided.certain.to(device), possible=decided.possible.to(device))
-    undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
     ones = None
     if not is_narrow:  # a GPU fills the ones while the host prepares the next operations
         ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
     elements = Elements(mask_mod, device, decided.widest)
-    words = None
-    if with_bits and are_few(len(undecided), block_size):
-        words = words_of(elements, coordinates_of(undecided, decided.certain.shape).to(device), rows, columns)
-    any_visible, all_visible = _resolved(decided, undecided, words, elements, rows, columns)
-    partial_and_full = torch.empty((2, *shape), dtype=torch.bool, device=decided.certain.device)
-    partial, full = partial_and_full
-    full.copy_(all_visible)
-    if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
-        full[..., -1, :] = False
-    if kv_len % block_size[1]:
-        full[..., -1] = False
-    torch.bitwise_xor(any_visible.expand(shape), full, out=partial)
-    bits = None
-    if words is not None:
-        bits = bits_of_partial(partial, undecided, decided.certain.shape, words, rows, columns)
+    partial_and_full, undecided, bits = _partial_and_full(decided, elements, rows, columns, with_bits)
     not_understood = decided.not_understood
-    del decided, any_visible, all_visible  # frees their memory before the lists are made
+    del decided  # frees its memory before the lists are made
     lists = narrow_index_lists(partial_and_full) if ones is None else index_lists(partial_and_full, ones)
-    return Layout(
-        q_len=q_len,
-        kv_len=kv_len,
-        block_size=block_size,
-        indices=tuple(t.to(device) for t in lists),
-        undecided=len(undecided),
-        not_understood=not_understood,
-        bits=bits,
-    )
+    indices = tuple(t.to(device) for t in lists)
+    return Layout(q_len, kv_len, block_size, indices, undecided, not_understood, bits)
+
+
+def _partial_and_full(
+    decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_bits: bool
+) -> tuple[Tensor, int, Bits | None]:
+    """Which blocks are partial and which are full, bool [2, B, H, rows, columns], the number of blocks that were looked
+    at element by element, and their bits.
+    """
+    compact = decided.certain.shape
+    undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
+    words = None
+    if with_bits and are_few(len(undecided), (rows.block_size, columns.block_size)):
+        words = words_of(elements, coordinates_of(undecided, compact).to(elements.device), rows, columns)
+    any_visible, all_visible = _resolved(decided, undecided, words, elements, rows, columns)
+    shape = (2, *compact[:2], rows.count, columns.count)
+    partial, full = partial_and_full = torch.empty(shape, dtype=torch.bool, device=decided.certain.device)
+    full.copy_(all_visible)
+    if rows.length % rows.block_size:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
+        full[..., -1, :] = False
+    if columns.length % columns.block_size:
+        full[..., -1] = False
+    torch.bitwise_xor(any_visible.expand(full.shape), full, out=partial)
+    bits = None if words is None else bits_of_partial(partial, undecided, compact, words, rows, columns)
+    return partial_and_full, len(undecided), bits
 
 
 def bounds(
@@ -130,14 +132,8 @@ def bounds(
         full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
     # A compiler that sees the operations fuses them; on a CPU the operator would only be one more call.
     make_lists = index_lists_operator if on_gpu(device) else plain_index_lists
-    return Layout(
-        q_len=q_len,
-        kv_len=kv_len,
-        block_size=block_size,
-        indices=tuple(make_lists((possible & ~full).contiguous(), full.contiguous())),
-        undecided=None,
-        not_understood=decided.not_understood,
-    )
+    indices = tuple(make_lists((possible & ~full).contiguous(), full.contiguous()))
+    return Layout(q_len, kv_len, block_size, indices, None, decided.not_understood)
 
 
 def any_visible(

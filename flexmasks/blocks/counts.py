@@ -31,7 +31,7 @@ def pairs_in_blocks(counts: Tensor, indices: Tensor, lengths: tuple[int, int], b
 
 
 def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
-    """The nth of all listed blocks, [n, (b, h, row, column)]."""
+    # The result is [n, (b, h, row, column)].
     counts_of_line = counts.flatten().long()
     ends = counts_of_line.cumsum(0)
     line = torch.searchsorted(ends, nth, right=True)
@@ -120,9 +120,7 @@ class Blocks:
 
     @functools.cached_property
     def hidden(self) -> float:
-        """The share of hidden pairs in partial and full blocks, from 0 to 1, by the mask at every pair in partial
-        blocks.
-        """
+        """The share of hidden pairs in partial and full blocks, from 0 to 1; evaluates the mask in partial blocks."""
         computed = self.partial_pairs + self.full_pairs
         return self.hidden_pairs() / computed if computed else 0.0
 
@@ -145,10 +143,8 @@ class Blocks:
         chunks = visible_in_blocks(self.block_mask.mask_mod, blocks, self._lengths, self._block_size)
         visible = sum(int(visible.sum()) for visible in chunks)
         (height, width), (q_len, kv_len) = self._block_size, self._lengths
-        queries, keys = (
-            (q_len - blocks[:, 2] * height).clamp(max=height),
-            (kv_len - blocks[:, 3] * width).clamp(max=width),
-        )
+        queries = (q_len - blocks[:, 2] * height).clamp(max=height)
+        keys = (kv_len - blocks[:, 3] * width).clamp(max=width)
         return self.partial_pairs * (1 - visible / int((queries * keys).sum()))
 
     @functools.cached_property

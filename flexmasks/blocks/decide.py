@@ -34,6 +34,10 @@ class Axis:
         """The axis of the blocks start..start + count - 1."""
         return Axis(min(self.length, (start + count) * self.block_size), self.block_size, start * self.block_size)
 
+    def positions(self, block: Tensor, offsets: Tensor) -> Tensor:
+        """Positions [n, offsets] in blocks [n]; the last position in place of those past the end."""
+        return (block[:, None] * self.block_size + offsets).clamp_(max=self.length - 1)
+
     def range(self, dim: int, device: torch.device) -> Range:
         lo = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device=device)
         hi = (lo + (self.block_size - 1)).clamp(max=self.length - 1)

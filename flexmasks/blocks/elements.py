@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmasks.blocks import limits
 from flexmasks.ranges import GiveUp, Range, TooLarge
-from flexmasks.ranges.evaluate import evaluate
+from flexmasks.ranges.evaluate import check_boolean, evaluate
 from flexmasks.ranges.value import LIKE_FUNCTIONS
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +49,6 @@ def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Ca
     vmapped: Callable[..., Tensor] = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         vmapped = torch.vmap(vmapped, in_dims=prefix + dims)
-
     return with_indexing_by_numbers(vmapped)
 
 
@@ -101,11 +100,7 @@ def boolean(visible: Tensor, dims: int) -> Tensor:
 
     Raises TypeError for another dtype, ValueError for another number of dimensions.
     """
-    if visible.dtype != torch.bool:
-        raise TypeError(
-            "a mask function must return a boolean tensor, "
-            f"got one of {str(visible.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
-        )
+    check_boolean(visible.dtype)
     if visible.ndim != dims:
         raise ValueError(
             "a mask function must return one truth value for each b, h, q, kv, all numbers; "
@@ -118,8 +113,8 @@ class Elements:
     """A mask at elements of n blocks: called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n,
     queries, keys] on the device of the indices.
 
-    For most functions they come from ranges of one element each, which start faster than vmap, for all others from
-    vmap.
+    They come from ranges of one element each, which start faster than vmap, and where ranges do not know an operation
+    from vmap.
 
     device: the device that the function sees its indices on.
     widest: elements of the largest tensor that the function sees, as `decide` gives it.

@@ -39,9 +39,7 @@ def are_narrow(block_mask: compat.BlockMask) -> bool:
 
 
 def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
-    """A BlockMask whose lists have a place for each block, as torch's kernels on a CPU want them, not those on a
-    GPU.
-    """
+    """A BlockMask whose lists have a place for each block, which torch's kernels want on a CPU, but not on a GPU."""
     if block_mask.kv_indices.is_cuda or not are_narrow(block_mask):
         return block_mask
     rows, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
@@ -96,14 +94,9 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
         list_length = torch.where(is_column, rows, columns)
         list_start = torch.where(is_column, runs.line * rows + matrices * rows * (columns - rows), list_start)
     _add_jumps(ones, runs, counts, list_start, list_length)
-    index_tensors = []
-    counts_of = counts.int().split((matrices * rows, matrices * columns))
-    for count_of_line, part in zip(counts_of, lists, strict=True):
+    for part in lists:
         torch.cumsum(part, 1, dtype=torch.int32, out=part)
-        for count, index in zip(count_of_line.chunk(2), part.chunk(2), strict=True):
-            shape = (*partial_and_full.shape[1:-2], 2 * len(index) // matrices)
-            index_tensors += [count.clone().view(shape), _with_own_storage(index).view(*shape, -1)]
-    return index_tensors
+    return _index_tensors(partial_and_full, counts, [of_kind for part in lists for of_kind in part.chunk(2)])
 
 
 def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
@@ -137,10 +130,17 @@ def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
     kind = torch.bucketize(runs.line, first_line[1:], right=True)
     list_start = first_place[kind] + (runs.line - first_line[kind]) * width[kind]
     _add_jumps(flat, runs, counts, list_start, width[kind])
-    index_tensors = []
-    for count, part in zip(counts.int().split(lines), lists, strict=True):
+    for part in lists:
         torch.cumsum(part, 1, dtype=torch.int32, out=part)
-        shape = (*partial_and_full.shape[1:-2], len(part) // of_kind)
+    return _index_tensors(partial_and_full, counts, lists)
+
+
+def _index_tensors(partial_and_full: Tensor, counts: Tensor, lists: list[Tensor]) -> list[Tensor]:
+    """The lists [lines, places] of each kind, with the numbers of marked places, as a BlockMask has them."""
+    batch, heads = partial_and_full.shape[1:-2]
+    index_tensors = []
+    for count, part in zip(counts.int().split([len(part) for part in lists]), lists, strict=True):
+        shape = batch, heads, len(part) // (batch * heads)
         index_tensors += [count.clone().view(shape), _with_own_storage(part).view(*shape, -1)]
     return index_tensors
 
@@ -170,7 +170,6 @@ def _runs(partial_and_full: Tensor) -> _Runs:
 
 
 def _counts(runs: _Runs, lines: int) -> Tensor:
-    """The number of marked places of each line."""
     counts = torch.zeros(lines, dtype=torch.int64, device=runs.line.device)
     return counts.index_add_(0, runs.line, runs.end - runs.first)
 

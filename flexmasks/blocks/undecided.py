@@ -57,14 +57,14 @@ def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
     """Positions of each block, its first and last among them; the axis's last one in place of those past its end."""
     count = min(_PARTS, axis.block_size)
     offsets = torch.arange(count, device=block.device) * (axis.block_size - 1) // max(1, count - 1)
-    return (block[:, None] * axis.block_size + offsets).clamp(max=axis.length - 1)
+    return axis.positions(block, offsets)
 
 
 def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
     """Positions of one part of each block; in place of those past the end of the block or of the axis the last one."""
     size = -(-axis.block_size // _PARTS)
     offsets = part[:, None] * size + torch.arange(size, device=block.device)
-    return (block[:, None] * axis.block_size + offsets.clamp(max=axis.block_size - 1)).clamp(max=axis.length - 1)
+    return axis.positions(block, offsets.clamp(max=axis.block_size - 1))
 
 
 def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,7 @@ def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis
     kv_offsets = n * columns.block_size // count
 
     def visible_in(chunk: Tensor) -> Tensor:
-        q = (chunk[:, 2, None] * rows.block_size + q_offsets).clamp(max=rows.length - 1)
-        kv = (chunk[:, 3, None] * columns.block_size + kv_offsets).clamp(max=columns.length - 1)
+        q, kv = rows.positions(chunk[:, 2], q_offsets), columns.positions(chunk[:, 3], kv_offsets)
         b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
         return elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
 

@@ -9,9 +9,7 @@ Distance = Annotated[int | Tensor, "int | int[]"]
 
 @register_mask(example=lambda length: {"lower": -length // 4, "upper": length // 8})
 def band(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, lower: Distance, upper: Distance) -> Tensor:
-    """Each query sees the keys at distances `lower` to `upper`, both included.
-
-    A pair is visible if lower <= kv - q <= upper.
+    """Each query sees the keys at distances lower <= kv - q <= upper.
 
     lower, upper: signed distances; a negative one is a key before the query. `local(left, right)` is
         `band(-left, right)`. Nothing is visible if lower > upper.

@@ -108,10 +108,8 @@ def _topk_prepare(
 def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
     """Blocks of keys that were chosen for each block of queries.
 
-    A router's top-k chooses them, for example.
-
     indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
-        -1 for none.
+        -1 for none. A router's top-k chooses them, for example.
     block: number of positions in a block, an int or (queries, keys); (1, 64) chooses for each query by itself.
 
     The mask is kept as a table of one byte for each pair of blocks. Combine it with `causal` to hide the future inside

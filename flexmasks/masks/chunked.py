@@ -10,9 +10,7 @@ Start = Annotated[int | Tensor, "int | int[B]"]
 
 @register_mask(example=lambda length: {"chunk": length // 8})
 def chunked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, chunk: Length, start: Start = 0) -> Tensor:
-    """Each query sees all keys of its own chunk.
-
-    A pair is visible if (q - start) // chunk == (kv - start) // chunk.
+    """Each query sees its own chunk: (q - start) // chunk == (kv - start) // chunk.
 
     chunk: number of positions in a chunk; the last chunk may be shorter.
     start: the position where the first chunk starts, for all batch elements or for each: the number of padding tokens
@@ -41,9 +39,7 @@ def chunked_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, chunk: Length
 
 @register_mask(example=lambda length: {"block": length // 8})
 def block_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: Length) -> Tensor:
-    """Each query sees all keys up to the end of its own block.
-
-    Attention is causal between blocks and full inside them.
+    """Keys up to the end of the query's block: causal between blocks, full inside.
 
     block: number of positions in a block: the tokens of a video frame, for example.
 

@@ -25,10 +25,8 @@ def _example(length: int) -> dict[str, Any]:
 def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Tensor:
     """A boolean tensor, True where the key is visible.
 
-    Blocks without a visible pair are still skipped.
-
     visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. The kernel reads the tensor
-        itself, one byte for each pair.
+        itself, one byte for each pair, and skips blocks without a visible pair.
 
     Source: the attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; TransformerEngine arbitrary; JAX splash NumpyMask; FlashInfer

@@ -26,9 +26,7 @@ def dilated_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach
 def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Step) -> Tensor:
     """Each query sees `stride` keys before it, and every `stride`-th key further back.
 
-    The query's own key is visible. An earlier key is visible if q - kv <= stride or q - kv is a multiple of stride.
-
-    stride: the reach of the near keys, and the distance between the far keys.
+    stride: the reach of the near keys, and the distance between the far keys. The query's own key is visible, too.
 
     Source: Child et al., Sparse Transformers, 2019, figure 3b (both of its heads in one).
     Peers: OpenAI sparse_attention has both parts as attn_mode "local" and "strided" with local_attn_ctx=stride.

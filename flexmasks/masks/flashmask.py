@@ -4,19 +4,12 @@ from torch import Tensor
 
 from flexmasks.spec import Size, always, leading, register_mask
 
+Ends = Annotated[Tensor, "int[KV] | int[B, KV] | int[B, H, KV] | int[B, 1, KV]"]
+
 
 @register_mask(example=lambda length: {"evicted": [i + 1 + i * 37 % (length // 2) for i in range(length)]})
-def key_eviction(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    evicted: Annotated[Tensor, "int[KV] | int[B, KV] | int[B, H, KV] | int[B, 1, KV]"],
-) -> Tensor:
-    """Causal attention whose keys are dropped after some time.
-
-    Key j is visible to queries j to evicted[j] - 1.
+def key_eviction(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, evicted: Ends) -> Tensor:
+    """Causal attention whose keys are dropped: queries j to evicted[j] - 1 see key j.
 
     evicted: the first query position that no longer sees each key, for all, for each batch element, or for each
         batch element and query head. A key with evicted[j] <= j is never seen.

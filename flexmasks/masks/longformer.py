@@ -6,6 +6,7 @@ from flexmasks.masks.local import Reach
 from flexmasks.spec import at, register_mask
 
 Count = Annotated[int, "int in 0.."]
+Positive = Annotated[int, "int in 1.."]
 Tokens = Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"]
 
 
@@ -15,9 +16,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(example=_example)
 def global_tokens(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tokens: Tokens) -> Tensor:
-    """Global tokens see every key and are seen by every query.
-
-    All other pairs are hidden.
+    """Global tokens see every key and are seen by every query; all else is hidden.
 
     tokens: the number of global tokens at the start, or a boolean for each position, for all batch elements or for
         each.
@@ -35,10 +34,8 @@ def global_tokens(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tokens: Tokens
 def longformer(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach, tokens: Tokens) -> Tensor:
     """A window on both sides of each query, and global tokens.
 
-    Global tokens see everything and are seen by everything.
-
     window: number of keys on each side.
-    tokens: the global tokens, as in the mask `global_tokens`.
+    tokens: the global tokens, as in the mask `global_tokens`; they see everything and are seen by everything.
 
     Source: Beltagy et al., Longformer, 2020 (its window size w is window = w // 2).
     Peers: attention-gym generate_global_sliding_window(window, is_global=tokens); FlashMask Global + Sliding Window
@@ -50,22 +47,13 @@ def longformer(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach, to
 
 @register_mask(example=lambda length: {"frame": length // 8, "window": length // 64, "tokens": length // 32})
 def temporal_window(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    frame: Annotated[int, "int in 1.."],
-    window: Count,
-    tokens: Count = 0,
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, frame: Positive, window: Count, tokens: Count = 0
 ) -> Tensor:
     """Each token of a video sees its neighborhood in every frame.
 
-    Text may stand before the video; it sees everything and is seen by everything.
-
     frame: number of tokens in a frame; frames follow each other from position `tokens` on.
     window: the greatest distance between two places in their frames, included.
-    tokens: number of tokens of text at the start.
+    tokens: number of tokens of text before the video, which see everything and are seen by everything.
 
     Source: Xi et al., Sparse VideoGen, 2025 (temporal heads; its spatial heads are `longformer`).
     Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), where

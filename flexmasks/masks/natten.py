@@ -1,5 +1,7 @@
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -28,7 +30,7 @@ def _prepare1(
     stride: Kernel1 = 1,
     causal: Annotated[bool, "bool"] = False,
 ) -> dict[str, Any]:
-    return _prepare(size, {"length": length}, kernel, dilation, stride, causal, None)
+    return _prepare(size, {"length": length}, None, kernel, dilation, stride, causal)
 
 
 def _prepare2(
@@ -42,8 +44,8 @@ def _prepare2(
     causal: Annotated[bool | tuple[bool, bool], "bool | bool(2)"] = False,
     order: Order = None,
 ) -> dict[str, Any]:
-    prepared = _prepare(size, {"height": height, "width": width}, kernel, dilation, stride, causal, order)
-    return _with_words(size, prepared)
+    canvas = {"height": height, "width": width}
+    return _with_words(size, _prepare(size, canvas, order, kernel, dilation, stride, causal))
 
 
 def _prepare3(
@@ -59,7 +61,7 @@ def _prepare3(
     order: Order = None,
 ) -> dict[str, Any]:
     canvas = {"depth": depth, "height": height, "width": width}
-    return _with_words(size, _prepare(size, canvas, kernel, dilation, stride, causal, order))
+    return _with_words(size, _prepare(size, canvas, order, kernel, dilation, stride, causal))
 
 
 def _in_kernels(
@@ -69,20 +71,16 @@ def _in_kernels(
 
 
 @register_mask(
-    prepare=_prepare2,
-    compiled=_in_kernels,
-    example=lambda length: {"height": 16, "width": length // 16, "kernel": 7},
+    prepare=_prepare2, compiled=_in_kernels, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7}
 )
 def natten(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
     """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
-    At an edge the window shifts inward, so that every pixel sees the same number of pixels.
-
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
-    kernel: number of pixels seen per axis, an int or (rows, columns); an even kernel has one more pixel before the
-        query than after it.
+    kernel: number of pixels seen per axis, an int or (rows, columns), also at an edge, where the window shifts inward;
+        an even kernel has one more pixel before the query than after it.
     dilation: distance between neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
     stride: number of neighboring queries that share a window, an int or (rows, columns), at most the kernel. They
         share the window of their middle query (of two, the right one), or on a causal axis of their last query. With
@@ -105,8 +103,6 @@ def natten(
 def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
     """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
 
-    At an end the window shifts inward.
-
     length: number of tokens.
     kernel, dilation, stride, causal: as in the mask `natten`, for one axis.
 
@@ -126,8 +122,6 @@ def natten3d(
 ) -> Tensor:
     """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
 
-    At an edge the window shifts inward.
-
     depth, height, width: the canvas; token t is voxel (t // (height * width), t // width % height, t % width).
     kernel, dilation, stride, causal, order: as in the mask `natten`, one for all axes or (depth, rows, columns):
         causal=(True, False, False) is causal in time.
@@ -139,17 +133,10 @@ def natten3d(
     return _neighborhood(q, kv, axes, pixels)
 
 
-def _prepare(
-    size: Size | None,
-    canvas: dict[str, int],
-    kernel: Any,
-    dilation: Any,
-    stride: Any,
-    causal: Any,
-    order: Tensor | str | None,
-) -> dict[str, Any]:
+def _prepare(size: Size | None, canvas: dict[str, int], order: Tensor | str | None, *window: Any) -> dict[str, Any]:
+    """The arguments of the masks. `window`: kernel, dilation, stride and causal, one for all axes or for each."""
     check_canvas(size, canvas)
-    each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in (kernel, dilation, stride, causal)]
+    each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in window]
     axes = tuple(zip(canvas.values(), *each, strict=True))
     for name, (length, k, d, s, _) in zip(canvas, axes, strict=True):
         if k * d > length:
@@ -229,32 +216,17 @@ def apart(i: Tensor, dilation: int) -> Place:
 
 def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Pixels) -> Tensor:
     places = zip(_places(q, axes, pixels), _places(kv, axes, pixels), axes, strict=True)
-    seen = [_sees(i, j, *axis) for i, j, axis in places]
-    for more in seen[1:]:
-        seen[0] = seen[0] & more
-    return seen[0]
+    return functools.reduce(operator.and_, [sees(i, j, *axis) for i, j, axis in places])
 
 
-def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
-    """Whether i sees j on one axis. With dilation they see each other only inside a group of every dilation-th
-    pixel.
-    """
-    return _sees(apart(i, dilation), apart(j, dilation), length, kernel, dilation, stride, causal)
-
-
-def _sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+def sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+    """Whether i sees j on one axis. With dilation they see each other only inside their group."""
     first, last = limits(*i, length, kernel, dilation, stride, causal)
-    seen = _is_between(j[0], first, last, kernel // 2 if kernel % 2 and not causal else None)
+    if kernel % 2 and not causal:
+        seen = (j[0] - (first + kernel // 2)).abs() <= kernel // 2  # one comparison is faster than two
+    else:
+        seen = (j[0] >= first) & (j[0] <= last)
     return seen if j[1] is None else seen & (j[1] == i[1])
-
-
-def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Tensor:
-    """Whether j lies between two pixels, both included; `half` of their distance, if it is whole and always the
-    same.
-    """
-    if half is None:
-        return (j >= first) & (j <= last)
-    return (j - (first + half)).abs() <= half  # one comparison is faster than two
 
 
 def limits(

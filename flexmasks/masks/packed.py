@@ -44,9 +44,8 @@ def packed_mask(
 ) -> Tensor:
     """Any mask inside each of several sequences laid end to end.
 
-    The sequences do not see each other.
-
-    inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
+    inner: the mask inside a sequence, which sees no other one; its batch index is the number of the sequence, its
+        positions start at 0 there.
     offsets: where each sequence starts, and the end of the last one (cu_seqlens of varlen attention); later tokens are
         padding.
     kv_offsets: the same for the keys if they are packed differently; by default `offsets`.
@@ -91,9 +90,7 @@ def packed(
     max_length: int | None = None,
     **params: Any,
 ) -> Mask | Score:
-    """Return a mask (or Score) inside sequences laid end to end.
-
-    The sequences do not see each other.
+    """Return a mask (or Score) inside sequences laid end to end, which do not see each other.
 
     Args:
         inner: a Mask, a mask's name, a mask function, or a Score. Inside, the batch index is the number of the

@@ -4,12 +4,12 @@ from torch import Tensor
 
 from flexmasks.spec import register_mask
 
+Marks = Annotated[Tensor, "bool[B, KV] | int[B, KV] in 0..1"]
+
 
 @register_mask(example=lambda length: {"seq_lens": [length * 3 // 4]})
 def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B] in 0..KV"]) -> Tensor:
-    """Every query sees the first `seq_lens[b]` keys.
-
-    The keys after them are padding.
+    """Every query sees the first `seq_lens[b]` keys; the keys after them are padding.
 
     seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
 
@@ -24,20 +24,11 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
 
 
 @register_mask(example=lambda length: {"attention_mask": [[i >= length // 4 for i in range(length)]]})
-def key_padding(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    attention_mask: Annotated[Tensor, "bool[B, KV] | int[B, KV] in 0..1"],
-) -> Tensor:
+def key_padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, attention_mask: Marks) -> Tensor:
     """Every query sees the keys that a [B, KV] mask marks by 1.
 
-    Padding may be on any side.
-
-    attention_mask: 1 or True for real keys, 0 or False for padding, as tokenizers give it. Combined with `causal`,
-        queries that are padding on the left see nothing and give output 0.
+    attention_mask: 1 or True for real keys, 0 or False for padding on any side, as tokenizers give it. Combined with
+        `causal`, queries that are padding on the left see nothing and give output 0.
 
     Source: Hugging Face tokenizers' attention_mask.
     Peers: Hugging Face padding_mask_function; torch.nn.MultiheadAttention key_padding_mask marks the hidden keys.

@@ -33,9 +33,7 @@ def paged_mask(
     kv_lens: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Any mask over a paged KV cache.
-
-    All batch elements share the pages of one pool.
+    """Any mask over a paged KV cache, one pool of pages for all batch elements.
 
     inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
     page_table: [B, P]; entry p of a sequence is the page of the pool that holds its keys from p * page_size on. Entries

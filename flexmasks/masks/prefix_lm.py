@@ -4,19 +4,12 @@ from torch import Tensor
 
 from flexmasks.spec import per_batch, register_mask
 
+Length = Annotated[int | Tensor, "int in 0.. | int[] in 0.. | int[B] in 0.."]
+
 
 @register_mask(example=lambda length: {"prefix_len": length // 4})
-def prefix_lm(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    prefix_len: Annotated[int | Tensor, "int in 0.. | int[] in 0.. | int[B] in 0.."],
-) -> Tensor:
-    """Every query sees the prefix; after it attention is causal.
-
-    The prefix is keys 0 to prefix_len - 1.
+def prefix_lm(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: Length) -> Tensor:
+    """Every query sees the prefix, keys 0 to prefix_len - 1; later keys causally.
 
     prefix_len: length of the prefix, one for all or one for each batch element. If it is longer than the keys,
         everything is visible. Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]),

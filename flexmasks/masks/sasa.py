@@ -55,9 +55,7 @@ def _in_kernels(
 
 
 @register_mask(
-    prepare=_prepare,
-    compiled=_in_kernels,
-    example=lambda length: {"height": 16, "width": length // 16, "window": 4},
+    prepare=_prepare, compiled=_in_kernels, example=lambda length: {"height": 16, "width": length // 16, "window": 4}
 )
 def sasa(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, canvas: Sides, window: Sides, pixels: Pixels, words: Words | None

@@ -50,10 +50,8 @@ def _example(length: int) -> dict[str, Any]:
 def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: Tensor) -> Tensor:
     """Rectangles of queries and keys, each full or cut along diagonals.
 
-    A pair is visible if at least one slice shows it.
-
     q_ranges, kv_ranges: the start and the end of the queries and of the keys of each slice; the end itself is outside.
-        Slices may share queries, keys and pairs.
+        Slices may share queries, keys and pairs; a pair is visible if at least one slice shows it.
     types: the shape of each slice, by default full.
         0, full: all pairs.
         1, causal: its last query sees its last key, and each query before it one key less:

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.masks.natten import window as neighborhood
+from flexmasks.masks.natten import sees
 from flexmasks.orders import coordinates
 from flexmasks.spec import Size, register_mask
 
@@ -11,12 +11,7 @@ Axes = Annotated[tuple[int, int] | tuple[int, int, int], "int(2) in 1.. | int(3)
 
 
 def _prepare(
-    size: Size | None,
-    *,
-    canvas: Axes,
-    tile: Axes,
-    window: Axes,
-    text: Annotated[int, "int in 0.."] = 0,
+    size: Size | None, *, canvas: Axes, tile: Axes, window: Axes, text: Annotated[int, "int in 0.."] = 0
 ) -> dict[str, Any]:
     if not len(canvas) == len(tile) == len(window):
         raise ValueError(
@@ -54,12 +49,11 @@ def sliding_tile(
 ) -> Tensor:
     """Each tile of an image or a video sees a window of tiles.
 
-    At an edge the window shifts inward.
-
     canvas: (height, width) or (depth, height, width). The tokens are in tiles, one tile after the other, as
         flexmasks.orders.tile_order(canvas, tile) puts them.
     tile: the sides of a tile, which divide the canvas. A tile with as many tokens as a block leaves no partial block.
-    window: the sides of the window in tiles; an even side has one more tile before the query's tile than after it.
+    window: the sides of the window in tiles, which shifts inward at an edge; an even side has one more tile before the
+        query's tile than after it.
     text: number of tokens of text after the canvas; they see everything and are seen by everything.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
@@ -70,5 +64,5 @@ def sliding_tile(
     seen = (q >= pixels) | (kv >= pixels)
     near = q >= 0
     for n, (length, side) in enumerate(zip(tiles, window, strict=True)):
-        near = near & neighborhood(i[n], j[n], length, side, 1, 1, False)
+        near = near & sees((i[n], None), (j[n], None), length, side, 1, 1, False)
     return seen | near

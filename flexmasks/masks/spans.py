@@ -51,9 +51,7 @@ def _shared_prefix_prepare(
     },
 )
 def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Tensor, prefix_ids: Tensor) -> Tensor:
-    """Several answers after one question, which do not see each other.
-
-    Each answer sees the question and itself, causally.
+    """Several answers after one question: each sees it and itself alone, causally.
 
     document_ids: the document, a question or an answer, of each position, for all batch elements or for each.
     prefix_of: for each document the other document that its tokens see, such as the question of an answer; -1 or the
@@ -86,9 +84,7 @@ def _multi_item_prepare(
     },
 )
 def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int | Tensor, starts: Tensor) -> Tensor:
-    """Items behind a common prefix, which do not see each other.
-
-    Each item is causal and sees the prefix and itself, so one pass scores many items.
+    """Many items in one pass: each sees a common prefix and itself, causally.
 
     prefix_len: length of the prefix, which is causal itself, one for all or one for each batch element.
     item_positions: the distance of each position from the delimiter before its item, 0 for the delimiter. Delimiters

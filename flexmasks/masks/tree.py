@@ -40,9 +40,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: Tensor) -> Tensor:
-    """A tree of tokens behind a causal context.
-
-    Each token sees the context, its ancestors and itself.
+    """A tree of tokens: each sees a causal context, its ancestors and itself.
 
     parents: the parent of each token, as its number in the tree, smaller than the token's own; -1 for a root. There may
         be several roots. One tree for all batch elements or one for each.

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from flexmasks.spec import always, register_mask
 
+Intervals = Annotated[Tensor, "int[N, 2] | int[B, N, 2]"]
+Images = Annotated[Tensor, "int[KV] in -1..N-1 | int[B, KV] in -1..N-1"]
+
 
 def _example(length: int) -> dict[str, object]:
     starts = [length * i // 4 for i in range(4)]
@@ -15,18 +18,8 @@ def _example(length: int) -> dict[str, object]:
 
 
 @register_mask(example=_example)
-def vision_cross(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    intervals: Annotated[Tensor, "int[N, 2] | int[B, N, 2]"],
-    image_ids: Annotated[Tensor, "int[KV] in -1..N-1 | int[B, KV] in -1..N-1"],
-) -> Tensor:
-    """Tokens of text see the images whose interval they lie in.
-
-    Token q sees all tokens of image i if start_i <= q < end_i.
+def vision_cross(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, intervals: Intervals, image_ids: Images) -> Tensor:
+    """Text sees the images whose interval it is in: image i if start_i <= q < end_i.
 
     intervals: (start, end) of each of the N images in text positions, for all batch elements or for each.
     image_ids: the image of each key, for all batch elements or for each; -1 for a padding key, which no query sees.

@@ -67,10 +67,7 @@ def _are_truth_values(a: Any, b: Any) -> bool:
 
 
 def _bitwise(
-    a: Any,
-    b: Any,
-    operation: Callable[..., Tensor],
-    ends_of: Callable[[Range, Range, Tensor], tuple[Tensor, Tensor]],
+    a: Any, b: Any, operation: Callable[..., Tensor], ends_of: Callable[[Range, Range, Tensor], tuple[Tensor, Tensor]]
 ) -> Range | None:
     """A bitwise operation on integers: by `operation` where both are exact, else bounded by `ends_of`, which also gets
     2**n - 1 for the largest number n of bits that an operand may have.

@@ -111,16 +111,20 @@ def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluati
         evaluations_of_mixed_dtypes.discard(evaluation)
 
 
+def check_boolean(dtype: torch.dtype) -> None:
+    """Raise TypeError for a mask function that returns a tensor of another dtype."""
+    if dtype != torch.bool:
+        got = str(dtype).removeprefix("torch.")
+        raise TypeError(f"a mask function must return a boolean tensor, got one of {got}; compare, as in `q >= kv`.")
+
+
 def _truth_of(result: Any) -> Range:
     if not isinstance(result, Range | Tensor):  # a range must not reach another isinstance, see Range.__class__
         raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
     dtype = result.known_dtype if isinstance(result, Range) else result.dtype
     if dtype is not torch.bool:
         give_up_on_mixed_dtypes()
-        raise TypeError(
-            "a mask function must return a boolean tensor, "
-            f"got one of {str(dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
-        )
+    check_boolean(dtype)
     if result.ndim:
         raise GiveUp("a result with dimensions")
     return as_range(result)

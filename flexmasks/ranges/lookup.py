@@ -136,7 +136,6 @@ def unsqueezed(a: Range, index: list[Any]) -> Range:
     shape: list[int] = []
     for i in index:
         shape += [1] if i is None else a.shape
-
     arranged: Range = _rearranged(a, lambda end: end.reshape(*shape, *block_shape(end)))
     return arranged
 
@@ -176,11 +175,9 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
     if not (isinstance(a, Range) and a.ndim == 0 and is_tensor(boundaries) and boundaries.ndim == 1):
         return None
-    if a.dtype != boundaries.dtype or not len(boundaries):
+    if a.dtype != boundaries.dtype or a.dtype == torch.bool or not len(boundaries):
         return None
     lower, upper, _ = captured_bounds(boundaries)
-    if a.dtype == torch.bool:
-        return None
     dtype, count = torch.int32 if out_int32 else torch.int64, float(len(boundaries))
     lo = torch.searchsorted(upper, a.lo.contiguous(), right=right).double()
     hi = lo if a.exact and lower is upper else torch.searchsorted(lower, a.hi.contiguous(), right=right).double()

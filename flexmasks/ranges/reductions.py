@@ -41,19 +41,20 @@ def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
 amin = rule("amin")(_reduction(torch.amin))
 amax = rule("amax")(_reduction(torch.amax))
 _sum_of_ends = _reduction(torch.sum)
-_any_of_ends = _reduction(torch.any)
-_all_of_ends = _reduction(torch.all)
 
 
-# Of uint8, torch's results of any and all are uint8, not bool.
-@rule("any")
-def any_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    return None if getattr(a, "dtype", None) == torch.uint8 else _any_of_ends(as_truth(a), dim, keepdim)
+def _reduction_of_truth(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
+    of_ends = _reduction(operation)
+
+    def reduce(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+        # Of uint8, torch's results of any and all are uint8, not bool.
+        return None if getattr(a, "dtype", None) == torch.uint8 else of_ends(as_truth(a), dim, keepdim)
+
+    return reduce
 
 
-@rule("all")
-def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    return None if getattr(a, "dtype", None) == torch.uint8 else _all_of_ends(as_truth(a), dim, keepdim)
+any_of = rule("any")(_reduction_of_truth(torch.any))
+rule("all")(_reduction_of_truth(torch.all))
 
 
 def _of_one_or_two(

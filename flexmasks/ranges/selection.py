@@ -25,27 +25,24 @@ _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-@rule("minimum")
-def minimum(a: Any, b: Any) -> Range | None:
-    return _extreme(a, b, torch.minimum)
+def _extreme(operation: Callable[..., Tensor]) -> Callable[[Any, Any], Range | None]:
+    def extreme(a: Any, b: Any) -> Range | None:
+        operands = as_common_dtype(a, b)
+        if operands is None:
+            return None
+        x, y, dtype = operands
+        exact = x.exact and y.exact
+        lo = operation(x.lo, y.lo)
+        hi = lo if exact else operation(x.hi, y.hi)
+        if dtype.is_floating_point and not exact:
+            lo, hi = any_value_where(may_be_nan(x, y), lo, hi)
+        return Range(lo, hi, dtype, max(x.limit, y.limit))
+
+    return extreme
 
 
-@rule("maximum")
-def maximum(a: Any, b: Any) -> Range | None:
-    return _extreme(a, b, torch.maximum)
-
-
-def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
-    operands = as_common_dtype(a, b)
-    if operands is None:
-        return None
-    x, y, dtype = operands
-    exact = x.exact and y.exact
-    lo = operation(x.lo, y.lo)
-    hi = lo if exact else operation(x.hi, y.hi)
-    if dtype.is_floating_point and not exact:
-        lo, hi = any_value_where(may_be_nan(x, y), lo, hi)
-    return Range(lo, hi, dtype, max(x.limit, y.limit))
+minimum = rule("minimum")(_extreme(torch.minimum))
+maximum = rule("maximum")(_extreme(torch.maximum))
 
 
 @rule("clamp", "clip")
@@ -62,14 +59,8 @@ def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's 
     return raised if max is None or raised is None else minimum(raised, max)
 
 
-@rule("clamp_min")
-def clamp_min(a: Any, min: Any) -> Range | None:
-    return clamp(a, min=min)
-
-
-@rule("clamp_max")
-def clamp_max(a: Any, max: Any) -> Range | None:
-    return clamp(a, max=max)
+rule("clamp_min")(lambda a, min: clamp(a, min=min))
+rule("clamp_max")(lambda a, max: clamp(a, max=max))
 
 
 @rule("where")
@@ -112,9 +103,7 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
         operator = _NEGATED[operator]
     if operand is b:
         a, b, operator = b, a, _SWAPPED[operator]
-    if operand is not a:
-        return value
-    if operand.dtype != value.dtype or not fits(b, operand.dtype):
+    if operand is not a or operand.dtype != value.dtype or not fits(b, operand.dtype):
         return value
     other = as_range(b)
     gap = 1.0 if operator in ("<", ">") else 0.0  # between an integer and the next

@@ -36,7 +36,7 @@ def _comparison(
 
 
 def _without_nan(r: Range) -> Range:
-    """A range that compares as false where it may be NaN."""
+    # It compares as false where it may be NaN.
     if not r.dtype.is_floating_point:
         return r
     nan = may_be_nan(r)
@@ -52,8 +52,6 @@ equal = rule("eq")(
         lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
     )
 )
-
-
 rule("gt", "greater")(reflected(less))
 rule("ge", "greater_equal")(reflected(less_equal))
 
@@ -75,22 +73,23 @@ def logical_not(a: Any) -> Range:
     return truth_range(certain, certain if x.exact else ~x.lo)
 
 
-def both_true(a: Any, b: Any) -> Range:
-    x, y = as_truth(a), as_truth(b)
-    certain = x.lo & y.lo
-    return truth_range(certain, certain if x.exact and y.exact else x.hi & y.hi)
+def _logic(
+    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor]
+) -> Callable[[Any, Any], Range]:
+    def combine(a: Any, b: Any) -> Range:
+        x, y = as_truth(a), as_truth(b)
+        lo = certain(x, y)
+        return truth_range(lo, lo if x.exact and y.exact else possible(x, y))
+
+    return combine
 
 
-def either_true(a: Any, b: Any) -> Range:
-    x, y = as_truth(a), as_truth(b)
-    certain = x.lo | y.lo
-    return truth_range(certain, certain if x.exact and y.exact else x.hi | y.hi)
-
-
-def one_true(a: Any, b: Any) -> Range:
-    x, y = as_truth(a), as_truth(b)
-    certain = (x.lo & ~y.hi) | (~x.hi & y.lo)
-    return truth_range(certain, certain if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
+both_true = _logic(lambda x, y: x.lo & y.lo, lambda x, y: x.hi & y.hi)
+either_true = _logic(lambda x, y: x.lo | y.lo, lambda x, y: x.hi | y.hi)
+one_true = _logic(
+    lambda x, y: (x.lo & ~y.hi) | (~x.hi & y.lo),
+    lambda x, y: (x.hi & ~y.lo) | (~x.lo & y.hi),
+)
 
 
 def _unless_dtypes_mix_with_floats(function: Callable[[Any, Any], Range]) -> Callable[[Any, Any], Range | None]:

@@ -192,35 +192,8 @@ class Range:
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def _refuse(self, action: str) -> Any:
-        raise Refused(
-            f"a mask function may not {action}: its arguments stand for many indices at once. Use `&`, `|`, `~` for "
-            "and, or, not, `(a < b) & (b < c)` for chained comparisons, torch.where for if, torch.minimum for min."
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self._refuse("decide by `if`, `and`, `or`, `not` or a chained comparison of an index"))
-
-    def item(self) -> Any:
-        return self._refuse("call `.item()` on an index")
-
-    def tolist(self) -> Any:
-        return self._refuse("call `.tolist()` on an index")
-
-    def __int__(self) -> int:
-        return int(self._refuse("call `int()` on an index"))
-
-    def __float__(self) -> float:
-        return float(self._refuse("call `float()` on an index"))
-
-    def __index__(self) -> int:
-        return int(self._refuse("use an index as a Python integer, or index a list by it (capture a tensor instead)"))
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self._refuse("turn an index into a NumPy array, or index one by it (capture a torch tensor instead)")
-
     def __iter__(self) -> Any:
-        return iter(dispatch(torch.Tensor.unbind, (self,), {})) if self.ndim else self._refuse("iterate over an index")
+        return iter(dispatch(torch.Tensor.unbind, (self,), {})) if self.ndim else _refuse("iterate over an index")
 
     def __repr__(self) -> str:
         return f"Range({self.lo}, {self.hi}, {self.dtype})"
@@ -229,9 +202,33 @@ class Range:
         return dispatch(torch.Tensor.__getitem__, (self, index), {})
 
     def __len__(self) -> int:
-        return self.shape[0] if self.ndim else int(self._refuse("take the `len()` of an index"))
+        return self.shape[0] if self.ndim else _refuse("take the `len()` of an index")
 
     __hash__ = object.__hash__
+
+
+def _refuse(action: str) -> NoReturn:
+    raise Refused(
+        f"a mask function may not {action}: its arguments stand for many indices at once. Use `&`, `|`, `~` for "
+        "and, or, not, `(a < b) & (b < c)` for chained comparisons, torch.where for if, torch.minimum for min."
+    )
+
+
+def _refusal(action: str) -> Callable[..., NoReturn]:
+    return lambda *_, **__: _refuse(action)
+
+
+_REFUSED = {
+    "__bool__": "decide by `if`, `and`, `or`, `not` or a chained comparison of an index",
+    "item": "call `.item()` on an index",
+    "tolist": "call `.tolist()` on an index",
+    "__int__": "call `int()` on an index",
+    "__float__": "call `float()` on an index",
+    "__index__": "use an index as a Python integer, or index a list by it (capture a tensor instead)",
+    "__array__": "turn an index into a NumPy array, or index one by it (capture a torch tensor instead)",
+}
+for _name, _action in _REFUSED.items():
+    setattr(Range, _name, _refusal(_action))
 
 
 def _operator(name: str) -> Callable[..., Any]:

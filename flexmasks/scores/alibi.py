@@ -50,10 +50,9 @@ def alibi(
 ) -> Tensor:
     """Scores minus a slope of each head times the distance (ALiBi).
 
-    The score becomes score - slopes[h] * (q - kv).
-
-    slopes: one for each query head. By default the slopes of the paper, if the number of heads is known; a score_mod of
-        torch's own flex_attention needs `slopes`. A tensor that requires a gradient gets one.
+    slopes: one for each query head, in score - slopes[h] * (q - kv). By default the slopes of the paper, if the number
+        of heads is known; a score_mod of torch's own flex_attention needs `slopes`. A tensor that requires a gradient
+        gets one.
     bidirectional: True for the distance |q - kv|, for encoders. By default a key after the query gets a bonus, which
         causal masks hide.
 

@@ -5,9 +5,7 @@ from flexmasks.spec import register_score
 
 @register_score(example=lambda length: {}, relative=True)
 def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Scores at even distance doubled, at odd distance halved.
-
-    The pattern is an example of a score change.
+    """Scores at even distance doubled, at odd distance halved: an example.
 
     Source: FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention, 2024.
     """

@@ -27,13 +27,11 @@ def _example(length: int) -> dict[str, Any]:
 def distance_bias(
     score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, distances: Tensor
 ) -> Tensor:
-    """Scores plus a learned bias for a given distance of each pair.
-
-    The distances may be distances in a graph, for example. The score becomes score + table[h, distances[b, q, kv]].
+    """Scores plus a learned bias of given distances, table[h, distances[b, q, kv]].
 
     table: [query heads, distances]. A tensor that requires a gradient gets one.
-    distances: [queries, keys] for all batch elements or for each. Pairs that are out of reach need a number of their
-        own.
+    distances: [queries, keys] for all batch elements or for each, such as distances in a graph. Pairs that are out of
+        reach need a number of their own.
 
     Source: Ying et al., Graphormer, 2021 (spatial encoding).
     Peers: attention-gym generate_graphormer_spatial_bias(table, distances); Hugging Face Graphormer spatial_pos.

@@ -18,12 +18,10 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example, relative=True)
 def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor) -> Tensor:
-    """Scores plus a learned bias for each head and distance.
+    """Scores plus a learned bias of the distance, table[h, kv - q + max_distance].
 
-    The score becomes score + table[h, kv - q + max_distance]. Greater distances share the columns at the two ends.
-
-    table: [H, 2 * max_distance + 1], column 0 for keys max_distance or more before the query. A tensor that requires a
-        gradient gets one.
+    table: [H, 2 * max_distance + 1], column 0 for keys max_distance or more before the query, the last column for keys
+        max_distance or more after it. A tensor that requires a gradient gets one.
 
     Source: Shaw et al., Self-Attention with Relative Position Representations, 2018; Raffel et al., T5, 2020.
     Peers: xformers and SDPA take such a bias as a dense tensor; T5's buckets are `t5_bias`.

@@ -73,12 +73,11 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example, relative=True)
 def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, buckets: Tensor) -> Tensor:
-    """Scores plus T5's relative position bias, one value for each bucket of distances.
-
-    The score becomes score + table[bucket of kv - q, h]. Near distances have buckets of their own.
+    """Scores plus T5's relative position bias, table[bucket of kv - q, h].
 
     table: [buckets, query heads]. A tensor that requires a gradient gets one.
-    max_distance: from this distance on, all distances share the last bucket of their side.
+    max_distance: from this distance on, all distances share the last bucket of their side. Near distances have buckets
+        of their own.
     bidirectional: True for encoders, where half of the buckets are for later keys; False for decoders, where later keys
         share bucket 0.
 

@@ -15,9 +15,7 @@ def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) 
 
 @register_score(prepare=_prepare, example=lambda length: {"temperatures": [2.0]}, relative=True)
 def temperature(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, by: Tensor, divides: bool) -> Tensor:
-    """Scores divided by a temperature of each head.
-
-    The score becomes score / temperatures[h].
+    """Scores divided by a temperature of each head: score / temperatures[h].
 
     temperatures: one for each query head, not 0; above 1 attention is flatter. A tensor that requires a gradient gets
         one.

@@ -56,8 +56,7 @@ _TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
 
 def _with_names(kind: str) -> Callable[..., str]:
-    """Return what to write in place of parameters that have no names."""
-
+    # What to write in place of parameters that have no names.
     def hint(name: Any, *given: Any) -> str:
         known, bound = _definition_and_params(kind, name)
         free = [parameter for parameter in known.parameters if parameter not in bound]
@@ -70,9 +69,7 @@ def _with_names(kind: str) -> Callable[..., str]:
 
 @says_what_to_write(_with_names("mask"))
 def get_mask(name: MaskLike, /, **params: Any) -> Mask:
-    """Return a mask by name, with its parameters.
-
-    A plain function `(b, h, q, kv, *, parameters)` is accepted in place of the name.
+    """Return a mask, by its name or a function `(b, h, q, kv, *, parameters)`, with its parameters.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -86,9 +83,7 @@ def get_mask(name: MaskLike, /, **params: Any) -> Mask:
 
 @says_what_to_write(_with_names("score"))
 def get_score(name: ScoreLike, /, **params: Any) -> Score:
-    """Return a score change by name, with its parameters.
-
-    A plain function `(score, b, h, q, kv, *, parameters)` is accepted in place of the name.
+    """Return a score change, by its name or a function `(score, b, h, q, kv, *, parameters)`, with its parameters.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -115,18 +110,13 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
         if len(takers) != 1:
             raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}.")
         own_params[takers[0]][name] = value
-    values = [
-        (Mask if d.kind == "mask" else Score).of(d, {**given, **own})
-        for (d, given), own in zip(targets, own_params, strict=True)
-    ]
-    masks = [value for value in values if isinstance(value, Mask)]
-    changes = [value for value in values if isinstance(value, Score)]
-    chained = Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
-    return next(iter(masks), None), chained
+    values = [(d, {**given, **own}) for (d, given), own in zip(targets, own_params, strict=True)]
+    made = None if mask is None else Mask.of(*values.pop(0))
+    changes = [Score.of(*value) for value in values]
+    return made, Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
 
 
 def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
-    """Say why a parameter has no owner, or more than one."""
     if takers:
         owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
         return (
@@ -135,28 +125,24 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
         )
     if any(name in given for _, given in targets):
         return f"`{name}` is given twice: the mask or score already has it"
-    takes = "; ".join(
-        f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
-        for d, given in targets
-    )
     if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
-        return f"no parameter is named `{name}`; {advice_on_tensor(_TENSORS_ELSEWHERE[name], value)}"
-    hint = _KEYWORDS_ELSEWHERE.get(name) or f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
-    is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
-    near = "" if is_known else _nearest_argument(name)
-    return f"no parameter is named `{name}`; {hint}{near}"
-
-
-def _nearest_argument(name: str) -> str:
-    """Return the end of a sentence that names the nearest argument of `attention`."""
-    near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
-    return "".join(f"; or is it the argument `{n}`" for n in near)
+        hint = advice_on_tensor(_TENSORS_ELSEWHERE[name], value)
+    elif name in _KEYWORDS_ELSEWHERE:
+        hint = _KEYWORDS_ELSEWHERE[name]
+    else:
+        takes = "; ".join(
+            f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
+            for d, given in targets
+        )
+        hint = f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
+        if name not in _ARGUMENTS and not compat.is_compiling():  # torch cannot trace difflib
+            near = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
+            hint += "".join(f"; or is it the argument `{n}`" for n in near)
+    return f"no parameter is named `{name}`; {hint}"
 
 
 def functions_of(kind: str, value: Any) -> Any:
-    """Return a mask or score in a form that `structure.flatten` takes apart.
-
-    value: the mask or score as a user passes it to a call.
+    """Return a mask or score, as a user passes it to a call, in a form that `structure.flatten` takes apart.
 
     A registered name becomes the functions of its definition. One of the library's own names stays a name, because
     its functions never change.
@@ -170,10 +156,7 @@ def functions_of(kind: str, value: Any) -> Any:
 
 
 def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
-    """Return the definition and the bound parameters of a mask or score.
-
-    value: the mask or score as a user passes it to a call.
-    """
+    """Return the definition and the bound parameters of a mask or score, as a user passes it to a call."""
     if isinstance(value, str):
         return definition(kind, value), {}
     if isinstance(value, Mask | Score):

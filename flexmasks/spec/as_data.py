@@ -25,10 +25,7 @@ _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
 def data_of(mask: Modifier, device: torch.device) -> Flat:
-    """Return a mask as data, in the form in which graphs take it.
-
-    torch traces this function.
-    """
+    """Return a mask as data, in the form in which graphs take it. torch traces this function."""
     leaves: list[Any] = []
     text = _text_of(mask, device, leaves)
     return Flat(text, tuple(leaves))
@@ -50,7 +47,6 @@ def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
 
 
 def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
-    """Return the text of a parameter's value."""
     if isinstance(value, Modifier):
         return f"('inner', {_text_of(value, device, leaves)})"
     if isinstance(value, tuple):
@@ -64,14 +60,8 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
 
 
 def is_readable(value: Modifier) -> bool:
-    """Return whether all functions of a mask or score were looked into outside."""
-    if not (value.definition.own or isinstance(value.definition.reads, tuple)):
-        return False
-    for parameter in value.params.values():
-        for inner in parameter if isinstance(parameter, tuple) else (parameter,):
-            if isinstance(inner, Modifier) and not is_readable(inner):
-                return False
-    return True
+    """Whether all functions of a mask or score were looked into outside of the compiled function."""
+    return all(m.definition.own or isinstance(m.definition.reads, tuple) for m in value.inside())
 
 
 def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
@@ -102,7 +92,7 @@ def _noted(*functions: Any) -> str:
 
 @compat.constant_in_graphs
 def _noted_alone(function: Any) -> str:
-    """Return the name of the template of a function that captures nothing."""
+    # The name of the template of a function that captures nothing.
     reads = reads_of(function)
     if reads:
         return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
@@ -110,16 +100,12 @@ def _noted_alone(function: Any) -> str:
 
 
 def _definition_of(kind: str, template: str, captured: Any) -> Definition:
-    """Return the definition of a user's functions."""
     function, *hooks = made(template, captured)
     return define(kind, function, **dict(zip(FUNCTIONS[1:], hooks, strict=True)))
 
 
 def of_data(kind: str, data: Any) -> Modifier:
-    """Return the mask or score that `data_of` turned into data.
-
-    data: tuples, as functions of `in_graph` get them.
-    """
+    """Return the mask or score of the tuples that functions of `in_graph` get in place of `data_of`'s result."""
     own, name, captured, params = data
     definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
     cls = Mask if kind == "mask" else Score
@@ -127,7 +113,6 @@ def of_data(kind: str, data: Any) -> Modifier:
 
 
 def value_of(kind: str, data: Any) -> Any:
-    """Return a parameter's value of its data."""
     if data[0] == "inner":
         return of_data(kind, data[1])
     if data[0] == "tuple":

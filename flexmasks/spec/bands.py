@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,14 +22,12 @@ from flexmasks.spec.values import Mask, Score
 class Sequences:
     """Sequences laid end to end over all batch elements.
 
-    q and kv are int32[N + 1], the start of each sequence and the end of the last one.
-
     The host does not read where padding starts. So the sequences cover all tokens: padding is in sequences of its own,
     and kernels must hide what they compute there.
     """
 
-    q: Tensor
-    kv: Tensor
+    q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
+    kv: Tensor  # the same for keys
     longest: tuple[int, int]  # upper bounds of the lengths of sequences of queries, and of keys
     counts: tuple[Tensor, Tensor]  # numbers of queries and of keys before the padding in each batch element, int64[1]
 
@@ -38,10 +36,7 @@ class Sequences:
         return self.q.nbytes + self.kv.nbytes
 
     def of_heads(self, heads: int, length: int) -> Sequences:
-        """Return the sequences of [B, H, S, D], read as one line head after head.
-
-        This holds for self-attention, where `self` lays batch elements of `length` tokens end to end.
-        """
+        """The sequences of [B, H, S, D], read as one line head after head, of self-attention over `length` tokens."""
         starts, end = self.q[:-1].long(), self.q[-1:].long() * heads
         steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
         # An empty sequence at the end of a batch element counts as one of the next batch element, if there is a next.
@@ -52,38 +47,26 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Band:
-    """A mask of the keys at distances -left..right of a query.
+    """A mask of the keys at distances kv - q in -left..right of a query, inside the query's own sequence."""
 
-    The distance is kv - q, inside the query's own sequence. A bound of None means that there is none.
-
-    left, right: numbers of keys before and after the query's position, both included.
-    sequences: a function that returns the sequences; None in its place for one sequence of all tokens.
-    has_other_keys: whether the keys of sequences start elsewhere than their queries.
-    """
-
-    left: int | None = None
+    left: int | None = None  # the number of keys before the query's position; None for no bound
     right: int | None = None
-    sequences: Callable[[], Sequences] | None = None
-    has_other_keys: bool = False
+    sequences: Callable[[], Sequences] | None = None  # None for one sequence of all tokens
+    has_other_keys: bool = False  # whether the keys of sequences start elsewhere than their queries
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
-    """Return a mask as a band, or None if it is none at these sizes."""
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
-    band: Band | None = _native(mask, size)
-    return band
+    return cast("Band | None", _native(mask, size))
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    """Return the cap of a soft-cap, or None for any other score."""
-    cap: float | None = _native(score, size)
-    return cap
+    return cast("float | None", _native(score, size))
 
 
 def _native(value: Mask | Score, size: Size) -> Any:
-    """Return the result of the hook for kernels, or None."""
     hook = value.definition.native
     if hook is None:
         return None
@@ -156,10 +139,9 @@ def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_le
 
 
 def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:
-    """Return the starts of sequences laid end to end over batch elements.
+    """The starts of sequences laid end to end over batch elements of `length` tokens, and the end of the last one.
 
-    The last value is the end of the last sequence. Batch elements have `length` tokens. `count` sequences of at most
-    `longest` tokens hold the padding of each batch element.
+    `count` sequences of at most `longest` tokens hold the padding of each batch element.
     """
     steps = torch.arange(1, count + 1, device=starts.device) * longest
     ends = torch.cat([starts[1:], (starts[-1:] + steps).clamp(max=length)])

@@ -61,7 +61,6 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
 
 
 def _public_name(function: Callable[..., Any]) -> str:
-    """Return the name by which users call a function."""
     parts = function.__module__.split(".")
     is_elsewhere = parts[1:2] in (["integrations"], ["orders"])
     return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
@@ -84,10 +83,7 @@ def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[
 
 
 def named(value: Any, names: list[str]) -> str:
-    """Return what to write for an argument, with the name that fits its type.
-
-    names: of all arguments that it may be.
-    """
+    """Return what to write for an argument: of all names that it may have, the one that fits its type."""
     if isinstance(value, str) and "mask" in names:
         return f'mask="{value}"'
     kind = getattr(value, "kind", "mask" if callable(value) else "")  # a Mask or Score says what it is

@@ -60,25 +60,20 @@ class Definition:
 
     @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
-        """All functions that decide what the mask or score does."""
         return tuple([getattr(self, name) for name in FUNCTIONS])
 
     def with_reads(self) -> Definition:
-        """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
+        """The definition with ways to what its functions captured, which a user's torch.compile needs."""
         if self.reads is not None or self.own or compat.is_compiling():
             return self
         return replace(self, reads=reads_of(*self.functions))
 
     @property
     def doc(self) -> str:
-        """The function's docstring, with indentation removed."""
         return inspect.cleandoc(self.function.__doc__ or "")
 
     def paragraph(self, title: str) -> str:
-        """Return the docstring's paragraph `title: ...` on one line.
-
-        An empty line or another title ends it.
-        """
+        """The docstring's paragraph `title: ...` on one line; an empty line or another title ends it."""
         match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", self.doc, re.MULTILINE | re.DOTALL)
         return " ".join(match[1].split()) if match else ""
 
@@ -130,7 +125,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
 
 
 def hint_for(kind: str, value: Any) -> str:
-    """Return the end of a sentence that says what to write instead of a value."""
+    """The end of a sentence that says what to write instead of a value."""
     if isinstance(value, compat.BlockMask):
         return "; pass it as `block_mask=`, or to torch's flex_attention"
     if isinstance(value, Tensor) or is_array(value):
@@ -144,7 +139,7 @@ def hint_for(kind: str, value: Any) -> str:
 
 
 def advice_on_tensor(kind: str, value: Any) -> str:
-    """Return what to write for a tensor `m`, or NumPy array, in place of itself."""
+    """What to write for a tensor `m`, or NumPy array, in place of itself."""
     dtype, m = str(value.dtype), "torch.as_tensor(m)" if is_array(value) else "m"
     if "bool" in dtype:
         return f"a dense mask `m` is mask='dense', visible={_as_pairs(m, value)}{_as_padding(m, value)}"
@@ -163,7 +158,6 @@ _PAIRS = "[queries, keys] or [batch or 1, heads or 1, queries, keys]"
 
 
 def _as_pairs(m: str, value: Any) -> str:
-    """Return how a tensor of any shape is written as one of [queries, keys]."""
     if value.ndim == 1:
         return f"{m}.expand(q.shape[2], -1)"
     if value.ndim == 3:
@@ -184,14 +178,8 @@ def _as_padding(m: str, value: Any) -> str:
 _NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
 
 
-def names(kind: str) -> Mapping[str, Definition]:
-    """Return the registered definitions of a kind, "mask" or "score", by name."""
+def names(kind: str) -> dict[str, Definition]:
     return _NAMES[kind]
-
-
-def add(definition: Definition) -> None:
-    """Register a definition under its name, in place of an earlier definition of that name."""
-    _NAMES[definition.kind][definition.name] = definition
 
 
 def definition(kind: str, name: str) -> Definition:
@@ -238,7 +226,7 @@ _LONGEST_PEER, _PEER_BEFORE = 130, 40  # characters that are shown of it, and be
 
 
 def _written(name: str) -> str:
-    """Return a pattern for a name in any style: `sliding_window`, `SlidingWindow`, `sliding-window`."""
+    # A pattern for a name in any style: `sliding_window`, `SlidingWindow`, `sliding-window`.
     words = _WORD.findall(name)
     return "(?i:" + r"[\W_]*".join(words) + ")" if words else "(?!)"
 
@@ -248,7 +236,7 @@ def _spelled(name: str, names: Iterable[str], cutoff: float) -> list[str]:
 
 
 def _peer_near(kind: str, name: str) -> list[str]:
-    """Return the other libraries' name that is nearest to a misspelt one, if any."""
+    # The name in other libraries that is nearest to a misspelt one.
     peers = {w for d in _NAMES[kind].values() for w in re.findall(r"\w{8,}", d.paragraph("Peers"))}
     return difflib.get_close_matches(name, peers, n=1, cutoff=0.85)
 
@@ -288,37 +276,29 @@ owners_of: Callable[[str], str] = compat.constant_in_graphs(_owners_of)
 
 
 def is_own(kind: str, name: str) -> bool:
-    """Return whether a name is one of the library's own, whose functions never change."""
+    """Whether a name is one of the library's own, whose functions never change."""
     known = _NAMES[kind].get(name)
     return known is not None and known.own
 
 
 def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
-    """Return the definition of a function that a pickle stored.
-
-    Raises TypeError for other arguments.
-    """
+    """Return the definition of a function that a pickle stored. Raises TypeError for other arguments."""
     _check_stored(kind, name, is_right=callable(function))
     return define(kind, function, name).with_reads()
 
 
 def from_pickle(kind: str, name: str) -> Definition:
-    """Return the definition that a pickle stored by name.
-
-    Raises TypeError or ValueError if there is none.
-    """
+    """Return the definition that a pickle stored by name. Raises TypeError or ValueError if there is none."""
     _check_stored(kind, name)
     return operator_named(kind, name) or definition(kind, name)
 
 
 def operator_named(kind: str, name: str) -> Definition | None:
-    """Return the operator of a kind and a name, which pickles hold, or None."""
     found = _OPERATORS.get(name)
     return found if found is not None and found.kind == kind else None
 
 
 def _check_stored(kind: Any, name: Any, is_right: bool = True) -> None:
-    """Raise TypeError unless a pickle stored a kind, a name, and what is right."""
     if not (is_right and isinstance(kind, str) and kind in _NAMES and isinstance(name, str)):
         raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
 

@@ -17,10 +17,7 @@ _Result = TypeVar("_Result")
 
 
 def example(kind: str, name: str, length: int) -> Mask | Score:
-    """Return the mask or score of a name with its example's parameters at a length.
-
-    Raises ValueError if it has no example and needs parameters.
-    """
+    """Return a mask or score with its example's parameters; ValueError if it has no example and needs parameters."""
     known = definition(kind, name)
     if known.example is None and any(p.required for p in known.parameters.values()):
         raise ValueError(f"register {name!r} with example=lambda length: {{...}}, parameters that show it well.")
@@ -38,7 +35,7 @@ def fitting(
 ) -> tuple[int, Mask | Score, _Result]:
     """Return (length, example, `use(example, length)`) for the first length at which nothing is raised.
 
-    If every length fails, the error of the first one is raised.
+    Raises the error of the first length if every length fails.
     """
     errors: list[Exception] = []
     for length in lengths:
@@ -51,10 +48,7 @@ def fitting(
 
 
 def on_device(value: Modifier, device: torch.device) -> Any:
-    """Return the mask or score with its tensors on a device.
-
-    Sequences become tensors on that device.
-    """
+    """Return the mask or score with its tensors on a device, and sequences as tensors there."""
     parameters = value.definition.parameters
 
     def moved(name: str, given: Any) -> Any:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 _NOT_THE_USERS = {"flexmasks", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def of_user(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the frames of the user's code alone, or None."""
+    """The traceback with the frames of the user's code alone, None without any."""
     frames = []
     while trace is not None:
-        if _is_users(trace.tb_frame):
+        if not _is_theirs(trace.tb_frame.f_globals.get("__name__")):
             frames.append(trace)
         trace = trace.tb_next
     shown: TracebackType | None = None
@@ -37,10 +37,6 @@ def place_of(trace: TracebackType | None, function: Any) -> str:
     if code is None or _is_theirs(function.__module__):
         return ""
     return f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
-
-
-def _is_users(frame: FrameType) -> bool:
-    return not _is_theirs(frame.f_globals.get("__name__"))
 
 
 def _is_theirs(module: Any) -> bool:

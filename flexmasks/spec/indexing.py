@@ -13,10 +13,7 @@ _DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a
 
 
 def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
-    """Return batch element `b`'s value of a parameter.
-
-    The parameter is one number, or one number per batch element.
-    """
+    """Return batch element `b`'s value of a parameter: one number, or one number per batch element."""
     return value[b] if isinstance(value, Tensor) and value.ndim else value
 
 
@@ -49,9 +46,7 @@ def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ..
 
 
 def bounded(table: Tensor, low: int, high: int) -> Tensor:
-    """Note the bounds of a table's values, and return the table.
-
-    The values lie in low..high, both included.
+    """Note that a table's values lie in low..high, both included, and return the table.
 
     From these bounds, the checks of functions know that an index read from the table is not negative, and that sums of
     its values fit their type.

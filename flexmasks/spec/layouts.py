@@ -32,17 +32,18 @@ def prepare_sequences(
     Queries past the last sequence get sequence -1, keys past it sequence -2. A score change that depends on distances
     alone gets no tables where distances in a sequence equal distances in the call.
     """
+    q_len, kv_len = (None, None) if size is None else (size.positions_of_q, size.kv_len)
     starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
     if starts_alike and isinstance(inner, Score) and inner.is_relative():
-        _length_of("offsets", offsets, size, None if size is None else size.positions_of_q)
+        _length_of("offsets", offsets, size, q_len)
         return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     if kv_offsets is None:
         kv_offsets = offsets
     elif kv_offsets.shape[0] != offsets.shape[0]:
         raise ValueError(f"`offsets` has {offsets.shape[0] - 1} sequences, `kv_offsets` has {kv_offsets.shape[0] - 1}.")
-    q_sequence, q_position = _unpack("offsets", offsets, size, None if size is None else size.positions_of_q, -1)
+    q_sequence, q_position = _unpack("offsets", offsets, size, q_len, -1)
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
-    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + q_position.shape[0]
     return {
         "inner": inner,
@@ -54,13 +55,7 @@ def prepare_sequences(
 
 
 def size_inside_sequences(
-    size: Size,
-    *,
-    inner: Any,
-    offsets: Tensor,
-    kv_offsets: Tensor | None,
-    q_start: int | Tensor,
-    max_length: int | None,
+    size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None, q_start: int | Tensor, max_length: int | None
 ) -> Size:
     """Return the sizes that a mask or score inside packed sequences sees.
 
@@ -104,10 +99,7 @@ def _unpack(name: str, offsets: Tensor, size: Size | None, length: int | None, p
 
 
 def _length_of(name: str, offsets: Tensor, size: Size | None, length: int | None) -> int:
-    """Return the number of tokens, by default the end of the last sequence.
-
-    The values of the offsets are checked if they may be read.
-    """
+    """The number of tokens, by default the end of the last sequence; the offsets are checked if they may be read."""
     offsets = offsets.long()
     if may_read(size, offsets):
         first, last, shortest = torch.stack([offsets[0], offsets[-1], offsets.diff().min()]).tolist()
@@ -133,9 +125,7 @@ def prepare_pages(
     kv_lens: Annotated[Tensor, "int[B] in 0.."],
     page_size: Annotated[int, "int in 1.."],
 ) -> dict[str, Any]:
-    """Find the first position of each page in each sequence.
-
-    The position is -1 in sequences that do not hold the page.
+    """Find the first position of each page in each sequence, -1 in sequences that do not hold the page.
 
     Without sizes the pool ends with the last page that is in use.
     """
@@ -162,10 +152,7 @@ def prepare_pages(
 def _check_pages(
     page_table: Tensor, kv_lens: Tensor, page_size: int, used: Tensor, inside: Tensor, first: Tensor
 ) -> None:
-    """Check the lengths of sequences and their pages.
-
-    Raises ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice.
-    """
+    """Raise ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice."""
     columns, pages = page_table.shape[1], first.shape[1]
     counts = torch.stack([kv_lens.amax(), used.sum(), inside.sum(), (first >= 0).sum()])
     longest, in_use, in_pool, distinct = counts.tolist()
@@ -188,7 +175,6 @@ def _check_pages(
 
 
 def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Tensor, page_size: int) -> Size:
-    """Return the sizes that a mask or score inside pages sees."""
     _check_inner(inner)
     if not page_table.numel():
         raise ValueError("`page_table` needs at least one page for each batch element.")
@@ -196,10 +182,7 @@ def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Te
 
 
 def example_pages(length: int) -> dict[str, Any]:
-    """Return pages for one sequence of 7/8 of `length` keys.
-
-    Pages with odd numbers come first, then pages with even numbers.
-    """
+    """Return pages for one sequence of 7/8 of `length` keys: those with odd numbers come first."""
     page_size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
     pages = length // page_size
     page_table = [[*range(1, pages, 2), *range(0, pages, 2)]]

@@ -29,7 +29,7 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -53,10 +53,7 @@ _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a call, which bound its indices.
-
-    b < batch, h < heads, q < q_len (before q_offset) and kv < kv_len.
-    """
+    """Sizes of a call, which bound its indices: b < batch, h < heads, q < q_len (before q_offset) and kv < kv_len."""
 
     batch: int
     heads: int
@@ -77,18 +74,14 @@ class Size:
 
     @property
     def positions(self) -> int:
-        """Number of positions that queries and keys reach.
-
-        q + q_offset and kv are below it.
-        """
+        """Number of positions that queries and keys reach: q + q_offset and kv are below it."""
         return max(self.positions_of_q, self.kv_len)
 
     def named(self) -> dict[str, int]:
-        """Return the sizes by the names that specifications use."""
+        """The sizes by the names that specifications use."""
         return {"B": self.batch, "H": self.heads, "Q": self.q_len, "KV": self.kv_len, "S": self.positions}
 
     def fits(self, name: str, count: int) -> bool:
-        """Return whether `count` can be the size of this name."""
         size = self.named()[name]
         return count <= size if name in self.at_most else count == size
 
@@ -97,7 +90,6 @@ class Size:
 class _Alternative:
     """One alternative of a specification, such as `int[B] in 0..S`."""
 
-    text: str
     kind: str
     count: int | None = None  # length of a tuple of numbers
     dims: tuple[str, ...] | None = None  # dimensions of a tensor; None for numbers
@@ -113,15 +105,14 @@ class _Alternative:
                 f"flexmasks: cannot read the parameter specification {text.strip()!r}; pass alternatives such as "
                 "'int in 0..', 'int(2)' or 'float[B, S] in 0..1', joined by ' | '; see flexmasks.spec.parameters."
             )
-        dims = match["dims"]
+        count, dims = match["count"], match["dims"]
         return cls(
-            text=text.strip(),
             kind=match["kind"] or "word",
-            word=match["word"] or "",
-            count=int(match["count"]) if match["count"] else None,
+            count=int(count) if count else None,
             dims=None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip()),
             low=match["low"] or "",
             high=match["high"] or "",
+            word=match["word"] or "",
         )
 
 
@@ -136,25 +127,21 @@ class Parameter:
     alternatives: tuple[_Alternative, ...]
 
     def takes_tensor(self, rank: int | None = None) -> bool:
-        """Return whether the parameter accepts a tensor; of `rank` dimensions, if that is given."""
+        """Whether the parameter accepts a tensor; of `rank` dimensions, if that is given."""
         return any(a.dims is not None and rank in (None, len(a.dims)) for a in self.alternatives)
 
     def is_sequence(self, value: Any) -> bool:
-        """Return whether a value is a sequence that stands for a tensor."""
+        """Whether a value is a sequence that stands for a tensor."""
         if not isinstance(value, tuple) or any(a.count == len(value) for a in self.alternatives):
             return False
         return self.takes_tensor()
 
     @property
     def is_length(self) -> bool:
-        """Return whether the parameter only bounds lengths."""
         return any(a.kind == "length" for a in self.alternatives)
 
     def tensor(self, value: Any, device: torch.device | None) -> Tensor:
-        """Return a sequence as a tensor.
-
-        An empty sequence gets the dtype that the specification asks for.
-        """
+        """Return a sequence as a tensor, an empty one in the dtype that the specification asks for."""
         made = torch.tensor(value, device=device)
         kinds = {a.kind for a in self.alternatives if a.dims is not None}
         if made.numel() or "float" in kinds:
@@ -172,16 +159,15 @@ class Parameter:
             return value
         if self.is_sequence(value):
             if len(value) == 2 and not any(a.dims for a in self.alternatives):  # one number is meant, here are two
-                local = f"; with two sides it is mask='local', left={value[0]!r}, right={value[1]!r}"
-                raise self._error(
-                    TypeError, what, f"{in_message(value)}{local if self.name == 'window' else ''}", sizes
-                )
+                got = in_message(value)
+                if self.name == "window":
+                    got += f"; with two sides it is mask='local', left={value[0]!r}, right={value[1]!r}"
+                raise self._error(TypeError, what, got, sizes)
             try:
                 value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise self._error(
-                    ValueError, what, f"a sequence that cannot be made a tensor ({error})", sizes
-                ) from error
+                got = f"a sequence that cannot be made a tensor ({error})"
+                raise self._error(ValueError, what, got, sizes) from error
         if isinstance(value, Tensor):
             return self._check_tensor(what, value, size, sizes)
         return self._check_numbers(what, value, size, sizes)
@@ -236,7 +222,6 @@ class Parameter:
 
 
 def how_to_move(device: torch.device) -> str:
-    """Return what to do about a mask's tensor on a wrong device."""
     if device.type == "meta":
         return (
             "`to_empty` and `load_state_dict(assign=True)` do not reach the masks that a module holds: make the mask "
@@ -258,7 +243,6 @@ def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the keyword-only parameters of a function, by name."""
     signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not signature:
         return {}
@@ -295,10 +279,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def freeze(value: Any) -> Any:
-    """Return lists as tuples, and NumPy values as Python's.
-
-    Any other value is returned as it is.
-    """
+    """Return lists as tuples, NumPy values as Python's, and any other value as it is."""
     if isinstance(value, _NUMPY_TYPES):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -306,10 +287,28 @@ def freeze(value: Any) -> Any:
     return value
 
 
+def same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
+
+
+def hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    if isinstance(value, tuple):
+        return tuple(hashable(v) for v in value)
+    return value if isinstance(value, Hashable) else type(value).__name__
+
+
 def listed(value: Any, device: torch.device | None) -> Any:
     """Return a sequence or a NumPy array as a tensor, and NumPy's numbers as Python's.
 
-    Any other value is returned as it is, and what cannot be made a tensor, too: a check comes later.
+    Any other value, and what cannot be made a tensor, is returned as it is: a check comes later.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -322,10 +321,7 @@ def listed(value: Any, device: torch.device | None) -> Any:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return whether a tensor's values can be read.
-
-    They cannot be read while torch traces, if the tensor has no memory, or under torch.vmap.
-    """
+    """Whether a tensor's values can be read: not while torch traces, under torch.vmap, or without memory."""
     if compat.is_compiling():
         return False
     while compat.is_wrapped(tensor):
@@ -336,18 +332,15 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def may_read(size: Size | None, *tensors: Tensor) -> bool:
-    """Return whether the host may read the values of these tensors.
+    """Whether the host may read the values of these tensors, to check them for example.
 
-    A check of values runs only then. Without sizes a mask or score is called by itself, and values may be read.
+    Without sizes a mask or score is called by itself, and values may be read.
     """
     return (size is None or size.may_read) and all(can_be_read(t) for t in tensors)
 
 
 def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
-    """Return a size that the shapes of the values imply, or None.
-
-    `dimension` is its name: B, H, Q, KV or S.
-    """
+    """Return the size B, H, Q, KV or S that the shapes of the values imply, or None."""
     for name, value in values.items():
         parameter = parameters.get(name)
         if parameter is None or not (isinstance(value, Tensor) or parameter.is_sequence(value)):
@@ -363,7 +356,6 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in a message
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a NumPy array."""
     return isinstance(value, np.ndarray)
 
 
@@ -379,7 +371,6 @@ def in_message(value: Any) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return the beginning of a text that is too long."""
     return text if len(text) <= length else f"{text[:length]}..."
 
 
@@ -400,7 +391,7 @@ def describe(value: Any) -> str:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of nested tuples, by the first element of each."""
+    # Of nested tuples, by the first element of each.
     shape = []
     while isinstance(value, tuple):
         shape.append(len(value))
@@ -411,11 +402,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _match(
     dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int], at_most: tuple[str, ...]
 ) -> dict[str, int] | None:
-    """Return the sizes of new names, or None if the shape does not match.
-
-    dims: the dimensions of a specification.
-    at_most: names of sizes that are upper bounds, which a dimension may be smaller than.
-    """
+    """Return the sizes of new names, or None if the shape does not match. Sizes in `at_most` are upper bounds."""
     if len(dims) != len(shape):
         return None
     new_sizes: dict[str, int] = {}
@@ -429,10 +416,7 @@ def _match(
 
 
 def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
-    """Return a bound as a number, or None.
-
-    None stands for no bound, and for a size that no value has given yet.
-    """
+    """Return a bound as a number, or None for no bound and for a size that no value has given yet."""
     if not text:
         return None
     if text[0].isupper():

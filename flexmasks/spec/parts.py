@@ -1,7 +1,7 @@
-"""Masks and scores for a part of a larger call.
+"""Masks and scores for a part of a larger call, and for rows of queries that are parts of sequences.
 
-A process may hold some of the heads, batch elements, queries and keys of a call. The functions see the indices that
-these have in the whole call, and parameters are checked against its sizes.
+The functions see the indices that the part's batch elements, heads, queries and keys have in the whole call, and
+parameters are checked against its sizes.
 """
 
 from __future__ import annotations
@@ -10,36 +10,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from flexmasks.spec.bands import Band, band_of, cap_of
 from flexmasks.spec.definitions import add_operator, define
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
 
 _Value = TypeVar("_Value", Mask, Score)
 _COUNT = "int in 0.."
 _LENGTH = "length in 0.."  # no kernel is compiled for a new one
 
+# --- a part of a call, which a process holds ---
+
 
 @dataclass(frozen=True)
 class Part:
-    """A place in a larger call.
+    """A place in a larger call, where queries and keys have the same positions."""
 
-    first_batch, first_head: the indices of the first batch element and head of the part.
-    first_position: added to the positions of queries, those of `q_offset` included, and of keys.
-    key_positions: int[KV], the positions of the part's keys in the whole call, if they are no range; or None.
-    batch, heads, length: sizes of the whole call. Queries and keys have the same positions there. A length of None
-        stands for the number of the part's keys.
-    """
-
-    batch: int
+    batch: int  # sizes of the whole call
     heads: int
-    length: int | None
-    first_batch: int = 0
+    length: int | None  # None for the number of the part's keys
+    first_batch: int = 0  # the index of the part's first batch element
     first_head: int = 0
-    first_position: int = 0
-    key_positions: Tensor | None = None
+    first_position: int = 0  # added to the positions of queries, those of `q_offset` included, and of keys
+    key_positions: Tensor | None = None  # int[KV], of the part's keys in the whole call, if they are no range
 
 
 def part_of(value: _Value, part: Part) -> _Value:
@@ -54,7 +50,7 @@ def part_of(value: _Value, part: Part) -> _Value:
     return type(value).of(_MASK_PART if isinstance(value, Mask) else _SCORE_PART, params)
 
 
-def _prepare(
+def _prepare_part(
     size: Size | None,
     *,
     inner: Any,
@@ -70,61 +66,116 @@ def _prepare(
     return {"inner": inner, **firsts, "key_positions": key_positions}
 
 
-def _inner_size(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
-    """Return the sizes of the whole call."""
+def _size_of_call(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
     length = size.kv_len if length is None else length
     return replace(size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0)
 
 
-def _band(size: Size, *, inner: Mask, first_position: int, key_positions: Tensor | None, **sizes: Any) -> Band | None:
-    """Return the band of a mask of distances, which is the same in each part."""
+def _band_of_part(
+    size: Size, *, inner: Mask, first_position: int, key_positions: Tensor | None, **sizes: Any
+) -> Band | None:
     if key_positions is not None:
         return None
-    band = band_of(inner, _inner_size(size, **sizes))
-    return None if band is None or band.sequences is not None else band
+    band = band_of(inner, _size_of_call(size, **sizes))
+    return None if band is None or band.sequences is not None else band  # distances are the same in each part
 
 
-def _cap(size: Size, *, inner: Score, batch: int, heads: int, length: int | None, **others: Any) -> float | None:
-    return cap_of(inner, _inner_size(size, batch=batch, heads=heads, length=length))
+def _cap_of_part(size: Size, *, inner: Score, **sizes: Any) -> float | None:
+    return cap_of(inner, _size_of_call(size, **sizes))
 
 
-def _of_mask(
+def _mask_of_part(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any) -> Tensor:
+    return inner(*_in_whole_call(b, h, q, kv, **place))
+
+
+def _score_of_part(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any
+) -> Tensor:
+    return inner(score, *_in_whole_call(b, h, q, kv, **place))
+
+
+def _in_whole_call(
     b: Tensor,
     h: Tensor,
     q: Tensor,
     kv: Tensor,
-    *,
-    inner: Callable[..., Tensor],
     first_batch: int,
     first_head: int,
     first_position: int,
     key_positions: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     kv = key_positions[kv] if key_positions is not None else _shifted(kv, first_position)
-    return inner(_shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv)
-
-
-def _of_score(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    inner: Callable[..., Tensor],
-    first_batch: int,
-    first_head: int,
-    first_position: int,
-    key_positions: Tensor | None,
-) -> Tensor:
-    kv = key_positions[kv] if key_positions is not None else _shifted(kv, first_position)
-    return inner(score, _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv)
+    return _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv
 
 
 def _shifted(index: Tensor, first: int) -> Tensor:
     return index + first if first else index
 
 
-_HOOKS: dict[str, Any] = {"registered": True, "prepare": _prepare, "inner_size": _inner_size}
-_MASK_PART = add_operator(define("mask", _of_mask, "mask_part", native=_band, **_HOOKS))
-_SCORE_PART = add_operator(define("score", _of_score, "score_part", native=_cap, **_HOOKS))
+_OF_PART: dict[str, Any] = {"registered": True, "prepare": _prepare_part, "inner_size": _size_of_call}
+_MASK_PART = add_operator(define("mask", _mask_of_part, "mask_part", native=_band_of_part, **_OF_PART))
+_SCORE_PART = add_operator(define("score", _score_of_part, "score_part", native=_cap_of_part, **_OF_PART))
+
+
+# --- rows of queries: some of the sequences of a batch, or pieces of their queries ---
+
+
+def rows_of(value: _Value, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> _Value:
+    """Return a mask or score for a batch whose rows are parts of sequences.
+
+    Queries behind the last one of a sequence count as the last one, so that no table is too short for them.
+
+    sequences: int[B], the sequence of each row.
+    firsts, lasts: int[N], the positions of the first and the last query of each sequence, in all rows.
+    """
+    params = {"inner": value, "sequences": sequences, "firsts": firsts, "lasts": lasts}
+    return type(value).of(_MASK_ROWS if isinstance(value, Mask) else _SCORE_ROWS, params)
+
+
+def _prepare_rows(
+    size: Size | None,
+    *,
+    inner: Any,
+    sequences: Annotated[Tensor, "int[B]"],
+    firsts: Annotated[Tensor, "int[N]"],
+    lasts: Annotated[Tensor, "int[N]"],
+) -> dict[str, Any]:
+    return {"inner": inner, "sequences": sequences, "lasts": lasts}
+
+
+def _size_of_sequences(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Size:
+    # If values may not be read, a sequence is assumed to have at most as many queries as keys.
+    if not may_read(size, firsts, lasts):
+        at_most = (*size.at_most, "Q", "S")
+        return replace(size, batch=len(lasts), q_len=size.kv_len, q_offset=size.kv_len, at_most=at_most)
+    q_len, positions = torch.stack([(lasts - firsts).max(), lasts.max()]).add(1).tolist()
+    return replace(size, batch=len(lasts), q_len=q_len, q_offset=positions - q_len)
+
+
+def _band_of_rows(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
+    # Distances are the same in each row, but for queries behind the last one of a sequence, whose results nobody takes.
+    band = band_of(inner, _size_of_sequences(size, inner=inner, **places))
+    return None if band is None or band.sequences is not None else band
+
+
+def _mask_of_rows(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor
+) -> Tensor:
+    return inner(*_in_sequences(b, h, q, kv, **rows))
+
+
+def _score_of_rows(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor
+) -> Tensor:
+    return inner(score, *_in_sequences(b, h, q, kv, **rows))
+
+
+def _in_sequences(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, sequences: Tensor, lasts: Tensor) -> tuple[Tensor, ...]:
+    sequence = sequences[b]
+    last = lasts[sequence]
+    return sequence, h, torch.where(q > last, last, q), kv
+
+
+_OF_ROWS: dict[str, Any] = {"registered": True, "prepare": _prepare_rows, "inner_size": _size_of_sequences}
+_MASK_ROWS = add_operator(define("mask", _mask_of_rows, "mask_rows", native=_band_of_rows, **_OF_ROWS))
+_SCORE_ROWS = add_operator(define("score", _score_of_rows, "score_rows", **_OF_ROWS))

@@ -28,7 +28,6 @@ def refused(message: str) -> Any:
 
 
 def raise_refusal(message: str) -> NoReturn:
-    """Raise the error of an object that another process could not pickle."""
     raise pickle.PicklingError(message)
 
 
@@ -57,7 +56,6 @@ def _in_queue() -> bool:
 
 
 def _has_name(function: types.FunctionType) -> bool:
-    """Return whether a function is found by the name of its module and its own."""
     try:
         return operator.attrgetter(function.__qualname__)(sys.modules[function.__module__]) is function
     except (AttributeError, KeyError):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import Definition, add, define, names, operator_named
+from flexmasks.spec.definitions import Definition, define, names, operator_named
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -32,9 +32,7 @@ class Entry:
     kind: str = "mask"  # or "score"
 
     def example(self, length: int) -> Mask | Score:
-        """Return the mask or score with the parameters of its example.
-
-        length: of queries and keys, for which the parameters are made.
+        """Return the mask or score with the parameters of its example for this many queries and keys.
 
         Raises ValueError if it needs parameters and was registered without an example.
 
@@ -67,9 +65,7 @@ def register_mask(
     band: Callable[..., Band | None] | None = None,
     compiled: Callable[..., Tensor] | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a mask, one plain function of index tensors.
-
-    The function is `(b, h, q, kv, *, parameters) -> bool`.
+    """Register a mask, one plain function of index tensors `(b, h, q, kv, *, parameters) -> bool`.
 
     The decorator returns the function unchanged. A function that is registered again, for example because a notebook's
     cell runs twice, replaces its earlier version. The first line of the docstring is the mask's one-line meaning; a
@@ -120,9 +116,7 @@ def register_score(
     cap: Callable[..., float | None] | None = None,
     relative: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a score change, one plain function.
-
-    The function is `(score, b, h, q, kv, *, parameters) -> score`.
+    """Register a score change, one plain function `(score, b, h, q, kv, *, parameters) -> score`.
 
     Args:
         name, example, prepare, inner_size: as for `register_mask`.
@@ -177,7 +171,6 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
             name_of_hook = ("band" if kind == "mask" else "cap") if hook == "native" else hook
             such_as = ", such as lambda length: {...}" if hook == "example" else ""
             raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
-
     if not isinstance(relative, bool):
         raise TypeError(f"flexmasks.register_{kind}: `relative` must be True or False, got {relative!r}.")
 
@@ -192,7 +185,7 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")
         if known is not None and known.own:  # caches know an own definition by its name
             clear_caches()
-        add(made)
+        names(kind)[made.name] = made
         return function
 
     return decorator

@@ -13,10 +13,11 @@ slower and never wrong.
 from __future__ import annotations
 
 import dis
-import functools
 import math
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,6 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The variable, parameter, argument or item."""
         return f"argument {self.key}" if self.kind == "argument" else str(self.key)
 
 
@@ -66,7 +66,6 @@ class Number(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The variable, parameter or argument that holds the number."""
         return self.place.name
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -78,9 +77,8 @@ class Number(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a value, in the order of its structure.
+    """The leaves of a value, in the order of its structure: what `Structure.fill` replaces.
 
-    tensors, numbers: what `Structure.fill` replaces, with the places of the tensors.
     nearby: tensors among the attributes of objects that cannot be read. A function may read them.
     """
 
@@ -95,7 +93,6 @@ class Leaves:
 
     @property
     def all_tensors(self) -> list[Tensor]:
-        """The tensors that a function reads or may read."""
         return [*self.tensors, *self.nearby]
 
     @property
@@ -105,97 +102,42 @@ class Leaves:
 
     @property
     def numbers(self) -> list[Number]:
-        """The numbers."""
         return [Number(Place(*place), value, is_global) for place, value, is_global in self._numbers]
 
 
-class _Filling:
-    """The leaves with which a structure is filled, and the parts that are made of them."""
+class Filling:
+    """The leaves with which a structure is filled, and the parts that are made of them so far, by number."""
 
     def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any], has_own_globals: bool) -> None:
         self.tensors, self.numbers, self.has_own_globals = tensors, numbers, has_own_globals
-        self.parts: dict[int, Any] = {}  # by the number of the part
+        self.parts: dict[int, Any] = {}
 
-    def make(self, recipe: Recipe) -> Any:
-        """Return what a recipe makes."""
-        how, *rest = recipe
-        return how(self, *rest)
-
-    def part(self, number: int, make: Callable[..., Any], *rest: Any) -> Any:
-        """Make a part once for all places that hold it."""
-        if number not in self.parts:
-            self.parts[number] = make(self, *rest)
-        return self.parts[number]
-
-    def earlier(self, number: int) -> Any:
-        """Return a part that holds itself."""
-        if number not in self.parts:
-            raise Opaque("an object that holds itself")
-        return self.parts[number]
-
-    def kept(self, value: Any) -> Any:
-        """Return what never changes."""
-        return value
-
-    def tensor(self, index: int) -> Any:
-        """Return a tensor, or what comes in its place."""
-        return self.tensors[index]
-
-    def number(self, index: int) -> Any:
-        """Return a number, or what comes in its place."""
-        return self.numbers[index]
-
-    def sequence(self, kind: Any, recipes: Sequence[Recipe]) -> Any:
-        """Return a tuple or a list."""
-        return kind([self.make(recipe) for recipe in recipes])
+    def sequence(self, recipes: Iterable[Recipe]) -> list[Any]:
+        return [make(self) for make in recipes]
 
     def dictionary(self, recipes: Mapping[Any, Recipe]) -> dict[Any, Any]:
-        """Return a dictionary."""
-        return {key: self.make(recipe) for key, recipe in recipes.items()}
-
-    def partial(self, function: Recipe, args: Sequence[Recipe], keywords: Recipe) -> functools.partial[Any]:
-        """Return a functools.partial."""
-        return functools.partial(self.make(function), *self.sequence(list, args), **self.make(keywords))
-
-    def method(self, function: Recipe, owner: Recipe) -> types.MethodType:
-        """Return a method."""
-        return types.MethodType(self.make(function), self.make(owner))
-
-    def attribute(self, owner: Recipe, name: str) -> Any:
-        """Return a method of a tensor."""
-        return getattr(self.make(owner), name)
-
-    def function(self, number: int, parts: _FunctionParts) -> Callable[..., Any]:
-        """Return a function."""
-        has_own = self.has_own_globals and parts.own_globals
-        if parts.plain is not None and not has_own:
-            return parts.plain
-        # Only the global variables that the function reads: the copy must not keep a module's tensors alive.
-        variables = parts.variables
-        space = {n: variables[n] for n in _OF_EVERY_MODULE if n in variables} if has_own else variables
-        cells = tuple([types.CellType() for _ in parts.cells])
-        made = types.FunctionType(parts.code, space, parts.name, None, cells)
-        self.parts[number] = made  # before its closure is filled, which may hold it
-        for cell, recipe in zip(cells, parts.cells, strict=True):
-            if recipe is not None:
-                cell.cell_contents = self.make(recipe)
-        made.__defaults__ = self.sequence(tuple, parts.defaults) or None
-        made.__kwdefaults__ = self.make(parts.keyword_defaults)
-        made.__dict__.update(self.make(parts.attributes) or {})
-        if parts.annotations:
-            made.__annotations__ = parts.annotations
-        if has_own:
-            space.update(self.dictionary(parts.own_globals))
-        return made
+        return {key: make(self) for key, make in recipes.items()}
 
 
-# What makes a part again: a method of `_Filling`, and its arguments.
-Recipe = tuple[Any, ...]
+Recipe = Callable[[Filling], Any]  # makes a part of the leaves, and holds none itself
+
+
+def _once(number: int, recipe: Recipe, filling: Filling) -> Any:
+    # Made once for all places that hold it.
+    if number not in filling.parts:
+        filling.parts[number] = recipe(filling)
+    return filling.parts[number]
+
+
+def _unfinished(filling: Filling) -> Any:
+    raise Opaque("an object that holds itself")
+
+
+def _kept(value: Any) -> Recipe:
+    return lambda _: value
 
 
 class _FunctionParts(NamedTuple):
-    """What a function is made of."""
-
     plain: types.FunctionType | None  # the function itself, if nothing can change in it but global variables
     code: types.CodeType
     name: str
@@ -208,21 +150,40 @@ class _FunctionParts(NamedTuple):
     own_globals: dict[str, Recipe]  # those that it reads
 
 
+def _copy_of_function(parts: _FunctionParts, number: int, filling: Filling) -> Callable[..., Any]:
+    has_own = filling.has_own_globals and parts.own_globals
+    if parts.plain is not None and not has_own:
+        return parts.plain
+    # Only the global variables that the function reads: the copy must not keep a module's tensors alive.
+    variables = parts.variables
+    space = {n: variables[n] for n in _OF_EVERY_MODULE if n in variables} if has_own else variables
+    cells = tuple([types.CellType() for _ in parts.cells])
+    made = types.FunctionType(parts.code, space, parts.name, None, cells)
+    filling.parts[number] = made  # before its closure is filled, which may hold it
+    for cell, make in zip(cells, parts.cells, strict=True):
+        if make is not None:
+            cell.cell_contents = make(filling)
+    made.__defaults__ = tuple(filling.sequence(parts.defaults)) or None
+    made.__kwdefaults__ = parts.keyword_defaults(filling)
+    made.__dict__.update(parts.attributes(filling) or {})
+    if parts.annotations:
+        made.__annotations__ = parts.annotations
+    if has_own:
+        space.update(filling.dictionary(parts.own_globals))
+    return made
+
+
+@dataclass(slots=True, eq=False)
 class Structure:
-    """What is left of a value without its leaves. It holds none of them.
+    """What is left of a value without its leaves. It holds none of them."""
 
-    unreadable: what could not be read, in words, or "".
-    is_whole: whether `fill` leaves nothing out, as the attributes of objects. A tensor of another class can be filled
-        in, and not be read.
-    """
-
-    __slots__ = ("_kind", "_numbers", "_recipe", "is_whole", "unreadable")
-
-    def __init__(
-        self, kind: Hashable, numbers: Sequence[int | float], recipe: Recipe, unreadable: str, is_whole: bool
-    ) -> None:
-        self._kind, self._numbers, self._recipe = kind, numbers, recipe
-        self.unreadable, self.is_whole = unreadable, is_whole
+    _kind: Hashable
+    _numbers: Sequence[int | float]
+    _recipe: Recipe
+    unreadable: str  # what could not be read, in words, or ""
+    # Whether `fill` leaves nothing out, as the attributes of objects. A tensor of another class can be filled in, and
+    # not be read.
+    is_whole: bool
 
     @property
     def kind(self) -> Hashable:
@@ -240,10 +201,10 @@ class Structure:
         """Return the value with other leaves, in the order of `Leaves`.
 
         numbers: by default those that the value has.
-        has_own_globals: let copies of functions have the global variables that they read for themselves. Others share
-            those of their module, where torch looks them up, and leaves among them are not replaced.
+        has_own_globals: let copies of functions have the global variables that they read for themselves. By default
+            they share those of their module, where torch looks them up, and leaves among them are not replaced.
         """
-        return _Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals).make(self._recipe)
+        return self._recipe(Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals))
 
 
 def flatten(
@@ -257,12 +218,10 @@ def flatten(
     elements: whether numbers in tuples and lists are leaves, too.
     """
     walk = Walk(contents, lifts, elements)
-    key, make = walk.take(value)
-    return walk.structure(key, make), walk.leaves
+    return walk.structure(value), walk.leaves
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors that a value reads, as far as they show."""
     return flatten(value)[1].all_tensors
 
 
@@ -276,7 +235,7 @@ def key_of(value: Any, tensors: list[Tensor]) -> Hashable:
 def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
     """Return a key of a function that reads only common kinds of values, and append its tensors, else None.
 
-    It takes a third of the time of `key_of`, which matters because every call of `attention` with a function runs it.
+    It takes a quarter of the time of `key_of`, which matters because every call of `attention` with a function runs it.
     The common kinds are constants, numbers, plain tensors and modules of libraries. Their rules are repeated from
     `Walk.take`, for speed: a change of one of them there must be made here too.
     """
@@ -378,24 +337,12 @@ class Readable:
     """Base of classes whose objects say how they are taken apart: Mask and Score."""
 
     def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
-        """Return the key of the object without leaves, and what makes it again, of `walk.take(part, place)`."""
+        """Return the key of the object without leaves, and its recipe, by `walk.take(part, place)` of its parts."""
         raise NotImplementedError
 
 
 class Walk:
     """One walk through a value, see `flatten`. Places are the fields of a `Place`."""
-
-    __slots__ = (
-        "_global_depth",
-        "_is_whole",
-        "_recipes",
-        "_unreadable",
-        "contents",
-        "elements",
-        "leaves",
-        "lifts",
-        "seen",
-    )
 
     def __init__(self, contents: bool = True, lifts: bool = False, elements: bool = False) -> None:
         self.contents, self.lifts, self.elements = contents, lifts, elements
@@ -407,12 +354,12 @@ class Walk:
         self.seen: dict[int, tuple[int, Any, Any]] = {}
         self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
 
-    def structure(self, key: Hashable, recipe: Recipe) -> Structure:
-        """Return the structure of what `take` returned for the whole value."""
+    def structure(self, value: Any) -> Structure:
+        key, recipe = self.take(value)
         return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
 
     def take(self, value: Any, place: Any = None) -> tuple[Hashable, Recipe]:
-        """Return a key of a part without leaves, and what makes it again.
+        """Return a key of a part without leaves, and its recipe.
 
         place: None in a tuple or list, where numbers are constants.
         """
@@ -420,20 +367,20 @@ class Walk:
         if kind in _CONSTANT_TYPES:
             if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):
                 return self._number(value, place, value > 0)
-            return (kind, value), (_Filling.kept, value)
+            return (kind, value), lambda _: value
         if kind in _WRITTEN_TYPES:
             if kind is float and place is not None:
                 return self._number(value, place, None)
-            return (kind, repr(value)), (_Filling.kept, value)
+            return (kind, repr(value)), lambda _: value
         known = self.seen.get(id(value))
         if known is not None:  # a tensor in two places, or a function that refers to itself
             number = known[0]
-            return ("seen", number), self._recipes.get(number) or (_Filling.earlier, number)
+            return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number = len(self.seen)
         self.seen[id(value)] = number, value, place
         rule = _RULES.get(kind) or _rule_for(value)
-        key, recipe = rule(self, value, number)
-        self._recipes[number] = recipe
+        key, recipe = rule(self, value)
+        self._recipes[number] = recipe = partial(_once, number, recipe)
         return key, recipe
 
     def refuse(self, what: str, value: Any = None) -> tuple[Hashable, Recipe]:
@@ -447,16 +394,16 @@ class Walk:
             # An nn.Module holds its parameters in dicts among its attributes.
             in_dicts = [a for v in attributes.values() if type(v) is dict for a in v.values()]
             self.leaves.nearby += [a for a in (*attributes.values(), *in_dicts) if isinstance(a, Tensor)]
-        return None, (_Filling.kept, value)
+        return None, _kept(value)
 
     def _number(self, value: int | float, place: Any, sign: bool | None) -> tuple[Hashable, Recipe]:
-        numbers = self.leaves._numbers
-        numbers.append((place, value, self._global_depth > 0))
-        return ("number", sign), (_Filling.number, len(numbers) - 1)
+        n = len(self.leaves._numbers)
+        self.leaves._numbers.append((place, value, self._global_depth > 0))
+        return ("number", sign), lambda filling: filling.numbers[n]
 
-    def _tensor(self, value: Tensor, number: int) -> tuple[Hashable, Recipe]:
-        tensors = self.leaves.tensors
-        tensors.append(value)
+    def _tensor(self, value: Tensor) -> tuple[Hashable, Recipe]:
+        n = len(self.leaves.tensors)
+        self.leaves.tensors.append(value)
         self.leaves._places.append(self.seen[id(value)][2])
         attributes: dict[str, Any] = {}
         if type(value) in (Tensor, torch.nn.Parameter):
@@ -465,69 +412,66 @@ class Walk:
         else:
             self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}"
         of_attributes = self.take(attributes)[0] if attributes else None
-        return (Tensor, value.dtype, value.ndim, of_attributes), (_Filling.tensor, len(tensors) - 1)
+        return (Tensor, value.dtype, value.ndim, of_attributes), lambda filling: filling.tensors[n]
 
-    def _dict(self, value: dict[Any, Any], number: int) -> tuple[Hashable, Recipe]:
+    def _dict(self, value: dict[Any, Any]) -> tuple[Hashable, Recipe]:
         keys: list[Hashable] = [dict]
         recipes = {}
         for k, v in value.items():
             key, recipes[k] = self.take(v, (id(value), "item", k))
             keys.append((self.take(k)[0], key))
-        return tuple(keys), (_Filling.part, number, _Filling.dictionary, recipes)
+        return tuple(keys), lambda filling: filling.dictionary(recipes)
 
-    def _sequence(self, value: Any, number: int) -> tuple[Hashable, Recipe]:
+    def _sequence(self, value: Any) -> tuple[Hashable, Recipe]:
         kind = type(value)
         if not self.elements and value and type(value[0]) is int and set(map(type, value)) == {int}:
             kept = tuple(value)
-            return (kind, int, kept), (_Filling.part, number, _copied, kind, kept)
+            return (kind, int, kept), lambda _: kind(kept)
         keys: list[Any] = [kind]
         recipes = []
         for n, v in enumerate(value):
             key, recipe = self.take(v, (id(value), "item", n) if self.elements else None)
             keys.append(key)
             recipes.append(recipe)
-        return tuple(keys), (_Filling.part, number, _Filling.sequence, kind, recipes)
+        return tuple(keys), lambda filling: kind(filling.sequence(recipes))
 
-    def _partial(self, value: functools.partial[Any], number: int) -> tuple[Hashable, Recipe]:
+    def _partial(self, value: partial[Any]) -> tuple[Hashable, Recipe]:
         (of_function, function), (of_keywords, keywords), (of_attributes, _) = (
             self.take(getattr(value, n), (id(value), "attribute", n)) for n in ("func", "keywords", "__dict__")
         )
-        args = [self.take(v, (id(value), "argument", n)) for n, v in enumerate(value.args)]
-        key = "partial", of_function, of_keywords, of_attributes, *[key for key, _ in args]
-        return key, (_Filling.part, number, _Filling.partial, function, [recipe for _, recipe in args], keywords)
+        taken = [self.take(v, (id(value), "argument", n)) for n, v in enumerate(value.args)]
+        args = [recipe for _, recipe in taken]
+        key = "partial", of_function, of_keywords, of_attributes, *[key for key, _ in taken]
+        return key, lambda filling: partial(function(filling), *filling.sequence(args), **keywords(filling))
 
-    def _method(self, value: types.MethodType, number: int) -> tuple[Hashable, Recipe]:
+    def _method(self, value: types.MethodType) -> tuple[Hashable, Recipe]:
         (of_function, function), (of_owner, owner) = self.take(value.__func__), self.take(value.__self__)
         key = types.MethodType, of_function, of_owner
-        return key, (_Filling.part, number, _Filling.method, function, owner)
+        return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
-    def _scalar(self, value: np.generic, number: int) -> tuple[Hashable, Recipe]:
-        return (type(value), value.tobytes()), (_Filling.kept, value)
+    def _scalar(self, value: np.generic) -> tuple[Hashable, Recipe]:
+        return (type(value), value.tobytes()), _kept(value)
 
-    def _module_or_class(self, value: Any, number: int) -> tuple[Hashable, Recipe]:
+    def _module_or_class(self, value: Any) -> tuple[Hashable, Recipe]:
         if is_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
-            return value, (_Filling.kept, value)
+            return value, _kept(value)
         return self.refuse(f"{value!r}, whose variables may change", value)
 
-    def _descriptor(self, value: Any, number: int) -> tuple[Hashable, Recipe]:  # torch.Tensor.add
-        return (type(value), value.__name__, self.take(value.__objclass__)[0]), (_Filling.kept, value)
+    def _descriptor(self, value: Any) -> tuple[Hashable, Recipe]:  # torch.Tensor.add
+        return (type(value), value.__name__, self.take(value.__objclass__)[0]), _kept(value)
 
-    def _builtin(self, value: Any, number: int) -> tuple[Hashable, Recipe]:  # math.exp, tensor.__getitem__
+    def _builtin(self, value: Any) -> tuple[Hashable, Recipe]:  # math.exp, tensor.__getitem__
         if value.__self__ is None:
             is_known = is_library(value.__module__)
-            return (value, (_Filling.kept, value)) if is_known else self.refuse(f"{value!r}", value)
-        key, owner = self.take(value.__self__)
-        return (type(value), value.__name__, key), (_Filling.part, number, _Filling.attribute, owner, value.__name__)
+            return (value, _kept(value)) if is_known else self.refuse(f"{value!r}", value)
+        (key, owner), name = self.take(value.__self__), value.__name__
+        return (type(value), name, key), lambda filling: getattr(owner(filling), name)
 
-    def _readable(self, value: Readable, number: int) -> tuple[Hashable, Recipe]:
-        key, recipe = value.taken(self)
-        return key, (_Filling.part, number, *recipe)
-
-    def _function(self, function: types.FunctionType, number: int) -> tuple[Hashable, Recipe]:
+    def _function(self, function: types.FunctionType) -> tuple[Hashable, Recipe]:
         variables, code, holder = function.__globals__, function.__code__, id(function)
         in_library = is_library(variables.get("__name__"))
         if in_library and function.__closure__ is None:
-            return function, (_Filling.kept, function)
+            return function, _kept(function)
         key: list[Hashable] = [code]
         cells: list[Recipe | None] = []
         part: Hashable
@@ -544,9 +488,12 @@ class Walk:
                 part, recipe = self.take(value, (holder, "default", name))
                 key.append(part)
                 defaults.append(recipe)
-        keywords, attributes = function.__kwdefaults__, function.__dict__ or None
-        of_keywords, keywords_again = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
-        of_attributes, attributes_again = self.take(attributes, (holder, "attribute", "__dict__"))
+        keywords, attributes = function.__kwdefaults__, function.__dict__
+        of_keywords, make_keywords = of_attributes, make_attributes = None, _kept(None)
+        if keywords:
+            of_keywords, make_keywords = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
+        if attributes:
+            of_attributes, make_attributes = self.take(attributes, (holder, "attribute", "__dict__"))
         key += [of_keywords, of_attributes]
         own: dict[str, Recipe] = {}
         if not in_library:
@@ -562,19 +509,13 @@ class Walk:
             own = {} if uncertainty else own
         plain = None if cells or defaults or keywords or attributes else function
         parts = _FunctionParts(
-            plain, code, function.__name__, variables, cells, defaults, keywords_again, attributes_again,
+            plain, code, function.__name__, variables, cells, defaults, make_keywords, make_attributes,
             None if plain else function.__annotations__, own,
         )  # fmt: skip
-        return tuple(key), (_Filling.part, number, _Filling.function, number, parts)
-
-
-def _copied(_: _Filling, kind: Any, numbers: tuple[int, ...]) -> Any:
-    """Return a tuple or list of whole numbers."""
-    return kind(numbers)
+        return tuple(key), partial(_copy_of_function, parts, self.seen[holder][0])
 
 
 def is_empty(cell: types.CellType) -> bool:
-    """Return whether a variable has no value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -582,13 +523,13 @@ def is_empty(cell: types.CellType) -> bool:
     return False
 
 
-_RULES: dict[type, Callable[[Walk, Any, int], tuple[Hashable, Recipe]]] = {
+_RULES: dict[type, Callable[[Walk, Any], tuple[Hashable, Recipe]]] = {
     Tensor: Walk._tensor,
     dict: Walk._dict,
     tuple: Walk._sequence,
     list: Walk._sequence,
     types.FunctionType: Walk._function,
-    functools.partial: Walk._partial,
+    partial: Walk._partial,
     types.MethodType: Walk._method,
     types.ModuleType: Walk._module_or_class,
     types.MethodDescriptorType: Walk._descriptor,
@@ -598,25 +539,22 @@ _RULES: dict[type, Callable[[Walk, Any, int], tuple[Hashable, Recipe]]] = {
 }
 
 
-def _rule_for(value: Any) -> Callable[[Walk, Any, int], tuple[Hashable, Recipe]]:
+def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]]:
     """Return how an object of a derived type is taken apart."""
     if isinstance(value, Tensor):
         return Walk._tensor
     if isinstance(value, Readable):
-        return Walk._readable
+        return lambda walk, readable: readable.taken(walk)
     if isinstance(value, np.generic):
         return Walk._scalar
     if isinstance(value, (types.ModuleType, type)):
         return Walk._module_or_class
-    return lambda walk, other, _: walk.refuse(f"an object of type {type(other).__name__}", other)
+    return lambda walk, other: walk.refuse(f"an object of type {type(other).__name__}", other)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
-    """Return the global names that code reads, inner functions included.
-
-    Also returns why the code may read other variables, or "".
-    """
+    """Return the global names that code reads, inner functions included, and why it may read other variables, or ""."""
     names, imports = set[str](), set[str]()
     for inner in _codes(code):
         # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
@@ -633,7 +571,6 @@ def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code, and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from flexmasks import compat
 from flexmasks.cache import FACT, KINDS, Part
-from flexmasks.spec.structure import Place, Readable, Structure, Walk, flatten, global_names, is_empty, is_library
+from flexmasks.spec.structure import Place, Readable, Structure, Walk, flatten
 
 # Each structure with the number of its tensors. An entry counts one byte.
 _TEMPLATES: Part[tuple[Structure, int]] = Part(KINDS, "templates")
@@ -31,19 +31,19 @@ _READ_NO_NAMES = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")  # mod
 class Read(NamedTuple):
     """One captured tensor or number, as a way to it that torch can trace.
 
-    source: a function without arguments that returns captured variables, or None to start from `function` itself.
+    source: a function without arguments that returns a captured variable, or None to start from `function` itself.
     steps: what to read one after the other: ("item", key) or ("attribute", name).
     """
 
     function: Any
-    source: Callable[[], tuple[Any, ...]] | None
+    source: Callable[[], Any] | None
     steps: tuple[tuple[str, Any], ...]
 
 
 def reads_of(*functions: Any) -> tuple[Read, ...] | str:
     """Return ways to all tensors, then to all numbers, that functions captured, or why they cannot be read."""
     walk = Walk(elements=True)
-    structure = walk.structure(*walk.take(functions))
+    structure = walk.structure(functions)
     if structure.unreadable:
         return structure.unreadable
     if any(isinstance(value, Readable) for _, value, *_ in walk.seen.values()):
@@ -70,35 +70,28 @@ def _way(walk: Walk, place: Place, root: int) -> Read:
 
 def _way_in(function: types.FunctionType, place: Place, steps: list[tuple[str, Any]]) -> Read:
     """Return the way to a place in a function, and the steps from there."""
-    code, variables = function.__code__, function.__globals__
+    code = function.__code__
     if place.kind == "attribute":
         return Read(function, None, ((place.kind, place.key), *steps))
     if place.kind == "default":
         first = code.co_argcount - len(function.__defaults__ or ())
         number = code.co_varnames.index(place.key) - first
         return Read(function, None, (("attribute", "__defaults__"), ("item", number), *steps))
+    reader_code = _reader_code(place.key, in_closure=place.kind == "variable")
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    names = tuple([name for name, cell in cells.items() if not is_empty(cell)])
-    in_library = is_library(variables.get("__name__"))
-    globals_read = () if in_library else tuple([n for n in global_names(code)[0] if n in variables])
-    reader_code = _reader_code(names, globals_read)
-    closure = tuple([cells[n] for n in reader_code.co_freevars])
-    reader = types.FunctionType(reader_code, variables, reader_code.co_name, None, closure)
-    number = names.index(place.key) if place.kind == "variable" else len(names) + globals_read.index(place.key)
-    return Read(function, reader, (("item", number), *steps))
+    closure = tuple([cells[name] for name in reader_code.co_freevars])
+    return Read(function, types.FunctionType(reader_code, function.__globals__, None, None, closure), tuple(steps))
 
 
 @functools.lru_cache(maxsize=1024)
-def _reader_code(names: tuple[str, ...], globals_read: tuple[str, ...]) -> types.CodeType:
-    """Return the code of a function that returns variables of a closure, then global ones.
+def _reader_code(name: str, in_closure: bool) -> types.CodeType:
+    """Return the code of a function that returns a variable of its closure, or a global one.
 
-    It is the same object for the same names: torch recompiles for another code object.
+    It is the same object for the same variable: torch recompiles for another code object.
     """
-    result = "".join(f"{n}, " for n in names + globals_read)
-    source = f"def outer({', '.join(names)}):\n    def captured():\n        return ({result})\n    return captured"
     space: dict[str, Any] = {}
-    exec(source, space)
-    code: types.CodeType = space["outer"](*[None] * len(names)).__code__
+    exec(f"def outer({name if in_closure else ''}):\n    return lambda: {name}", space)
+    code: types.CodeType = space["outer"](*[None] * in_closure).__code__
     return code
 
 
@@ -138,7 +131,7 @@ def made(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _may_read_registry(key: Any) -> bool:
-    """Return whether a key holds code of this library that may look up names."""
+    # Whether a key holds code of this library that may look up names.
     if isinstance(key, tuple):
         return any(map(_may_read_registry, key))
     name = key.__name__ if isinstance(key, types.ModuleType) else getattr(key, "__module__", None)
@@ -146,7 +139,7 @@ def _may_read_registry(key: Any) -> bool:
 
 
 def _content(key: Any) -> str:
-    """Return a key as text that is equal in every process."""
+    # Text that is equal in every process.
     if isinstance(key, tuple):
         return f"({', '.join(map(_content, key))})"
     if isinstance(key, types.CodeType):

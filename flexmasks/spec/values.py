@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -19,20 +19,10 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.definitions import (
-    AND,
-    CHAIN,
-    FUNCTIONS,
-    NOT,
-    OR,
-    Definition,
-    define,
-    definition,
-    owners_of,
-)
-from flexmasks.spec.parameters import Size, describe, freeze, how_to_move, implied_size
+from flexmasks.spec.definitions import AND, CHAIN, FUNCTIONS, NOT, OR, Definition, define, definition, owners_of
+from flexmasks.spec.parameters import Size, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.structure import Opaque, Readable, Recipe, Walk, flatten, in_one_piece, key_of, tensors_of
+from flexmasks.spec.structure import Filling, Opaque, Readable, Recipe, Walk, flatten, in_one_piece, key_of, tensors_of
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
@@ -90,18 +80,15 @@ class Modifier(Readable):
         return self.definition.name
 
     def _inner(self) -> list[Modifier]:
-        """Return the masks or scores among the parameters."""
         return [m for value in self.params.values() for m in _modifiers_in(value)]
 
-    def inside(self) -> Iterator[Modifier]:
-        """Yield the value, and all masks or scores inside it."""
-        yield self
-        for inner in self._inner():
-            yield from inner.inside()
+    def inside(self) -> list[Modifier]:
+        """The value, and all masks or scores inside it."""
+        return [self, *[m for inner in self._inner() for m in inner.inside()]]
 
     def is_own(self) -> bool:
-        """Return whether this library wrote all its functions, those of inner values included."""
-        return self.definition.own and all(m.is_own() for m in self._inner())
+        """Whether this library wrote all functions."""
+        return all(m.definition.own for m in self.inside())
 
     @functools.cached_property
     def own_key(self) -> tuple[Hashable, list[Tensor]] | None:
@@ -112,40 +99,33 @@ class Modifier(Readable):
         return None if structure.unreadable else (structure.key, leaves.tensors)
 
     def is_relative(self) -> bool:
-        """Return whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
+        """Whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
         return all(m.definition.relative for m in self.inside())
 
     def has_other_function(self) -> bool:
-        """Return whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
-        return self.definition.compiled is not None or any(m.has_other_function() for m in self._inner())
+        """Whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
+        return any(m.definition.compiled is not None for m in self.inside())
 
     def batch_size(self) -> int | None:
-        """Return the batch size that the parameters' shapes imply, or None."""
         return self.implied_size("B")
 
     def implied_size(self, dimension: str) -> int | None:
-        """Return the size that the parameters' shapes imply, or None.
-
-        `dimension` is B, H, Q, KV or S, see flexmasks.spec.parameters.
-        """
+        """The size that the parameters' shapes imply for B, H, Q, KV or S, see flexmasks.spec.parameters, or None."""
         own = implied_size(dimension, self.definition.parameters, self.params)
         if self.definition.inner_size is not None and dimension != "H":
             return own  # inner masks see other sizes than the call's
         return next((n for n in (own, *(m.implied_size(dimension) for m in self._inner())) if n), None)
 
     def _repr_html_(self) -> str:
-        """Return what Jupyter shows: the picture, over lengths that the parameters suggest."""
+        # Jupyter shows the picture, over lengths that the parameters suggest.
         return type(self).to_html(self)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors among parameters and captured variables.
-
-        Variables that cannot be read are left out.
-        """
+        """The tensors among parameters and captured variables, without variables that cannot be read."""
         return tensors_of(self)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that have names, with their names in words."""
+        """The tensors that have names, with their names in words."""
         leaves, holders = flatten(self)[1], {id(m): m for m in self.inside()}
         named = []
         for place, tensor in zip(leaves.places, leaves.tensors, strict=True):
@@ -157,23 +137,21 @@ class Modifier(Readable):
         return named
 
     def numbers(self) -> list[Tensor]:
-        """Return the 0-dimensional tensors among the parameters, those of inner masks or scores included."""
-        own = [v for v in self.params.values() if isinstance(v, Tensor) and v.ndim == 0]
-        return own + [t for m in self._inner() for t in m.numbers()]
+        """The 0-dimensional tensors among the parameters, those of inner masks or scores included."""
+        return [t for t in self._parameter_tensors() if t.ndim == 0]
 
     def learns(self) -> bool:
-        """Return whether a tensor among the parameters, those of inner values included, requires a gradient."""
-        tensors = (v for v in self.params.values() if isinstance(v, Tensor))
-        return any(t.requires_grad for t in tensors) or any(m.learns() for m in self._inner())
+        """Whether a tensor among the parameters, those of inner values included, requires a gradient."""
+        return any(t.requires_grad for t in self._parameter_tensors())
+
+    def _parameter_tensors(self) -> list[Tensor]:
+        return [v for m in self.inside() for v in m.params.values() if isinstance(v, Tensor)]
 
     def holds_lists(self) -> bool:
-        """Return whether sequences stand for tensors among the parameters, inner ones included."""
-        of_parameters = self.definition.parameters
-        own = any(of_parameters[name].is_sequence(value) for name, value in self.params.items())
-        return own or any(m.holds_lists() for m in self._inner())
+        """Whether sequences stand for tensors among the parameters, inner ones included."""
+        return any(m.definition.parameters[n].is_sequence(v) for m in self.inside() for n, v in m.params.items())
 
     def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
-        """Return the key of the value without leaves, and what makes it again, see `structure.flatten`."""
         definition = self.definition
         key: list[Hashable] = [self.kind]
         functions: list[Recipe] = []
@@ -196,22 +174,19 @@ class Modifier(Readable):
             else:
                 part, params[name] = walk.take(value, (id(self), "parameter", name))
                 key.append((name, part))
-        return tuple(key), (_filled, type(self), definition, functions, params)
+        return tuple(key), functools.partial(_filled, type(self), definition, functions, params)
 
     def checked(self, size: Size) -> dict[str, Any]:
-        """Return the parameters by name, checked against a call's sizes, with sequences as tensors."""
+        """The parameters by name, checked against a call's sizes, with sequences as tensors."""
         parameters, sizes = self.definition.parameters, size.named()
         what = f"flexmasks {self.kind} {self.name!r}"
         return {n: parameters[n].check(what, v, size, sizes) for n, v in self._values().items()}
 
     def _values(self) -> dict[str, Any]:
-        """Return the parameters by name, defaults included."""
         return {n: p.default for n, p in self.definition.parameters.items()} | dict(self.params)
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
-        """Return the arguments that `bind` must use.
-
-        The arguments are checked against a call's sizes, and replace the given parameters.
+        """Return the arguments that `bind` uses in place of the given parameters, checked against a call's sizes.
 
         The result holds none of the user's tensors: where `prepare` returns one, the result says which parameter it
         is. With `lift`, numbers that may be tensors become tensors, so that a compiled kernel takes them as inputs.
@@ -247,26 +222,22 @@ class Modifier(Readable):
     ) -> dict[str, Any]:
         """Return the arguments that differ from the given parameters, with `_Given` for a user's tensor."""
         resolved: dict[str, Any] = {}
+        parameters, has_prepared = self.definition.parameters, self.definition.prepare is not None
         for n, value in arguments.items():
+            given = self.params.get(n, _Absent if has_prepared else parameters[n].default)
             if inner := _modifiers_in(value):
                 source = next(p for p, v in self.params.items() if v is value)
                 resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
-            elif isinstance(value, Tensor) and (same := [p for p, v in self.params.items() if v is value]):
-                if same != [n]:
-                    resolved[n] = _Given(same[0])
-            elif n in self.params and value is self.params[n]:
-                continue
-            elif (
-                self.definition.prepare is not None
-                or n in self.params
-                or value is not self.definition.parameters[n].default
-            ):
+            elif isinstance(value, Tensor) and (names := [p for p, v in self.params.items() if v is value]):
+                if names != [n]:
+                    resolved[n] = _Given(names[0])
+            elif value is not given:
                 may_be_view = isinstance(value, Tensor) and not compat.is_compiling()
                 resolved[n] = in_one_piece(value) if may_be_view else value
         return resolved | {n: _Absent for n in self.params if n not in arguments}
 
     def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:
-        """Return a parameter's value with a sequence as a tensor, for a call without sizes."""
+        """A parameter's value with a sequence as a tensor, for a call without sizes."""
         parameter = self.definition.parameters[name]
         if not parameter.is_sequence(value):
             return value
@@ -318,27 +289,20 @@ class Modifier(Readable):
         return _close(self.kind, function, arguments)
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
-        """Return the function for a call outside `attention`.
-
-        The function is kept until a tensor that it was prepared from changes.
-        """
+        """The function for a call outside `attention`, kept until a tensor that it was prepared from changes."""
         known = self._bound.get(device)
         if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
-        state = self._state() if self._has_preparation() else ()
+        state = self._state()
         if known is None or state is None or known[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 known = self._bound[device] = state, self.bind(self.resolve(None, device=device))
         return known[1]
 
-    def _has_preparation(self) -> bool:
-        return self.definition.prepare is not None or any(m._has_preparation() for m in self._inner())
-
     def _state(self) -> Hashable | None:
-        """Return the state of everything that a preparation depends on.
-
-        The result is None if it cannot be known.
-        """
+        """The state of everything that a preparation depends on, or None if it cannot be known."""
+        if all(m.definition.prepare is None for m in self.inside()):
+            return ()
         tensors: list[Tensor] = []
         try:
             key = key_of(self, tensors)
@@ -375,11 +339,11 @@ class Modifier(Readable):
         if self.kind != other.kind or self.definition.function is not other.definition.function:
             return False
         return self.params.keys() == other.params.keys() and all(
-            _same(v, other.params[n]) for n, v in self.params.items()
+            same(v, other.params[n]) for n, v in self.params.items()
         )
 
     def __hash__(self) -> int:
-        params = frozenset((n, _hashable(v)) for n, v in self.params.items())
+        params = frozenset((n, hashable(v)) for n, v in self.params.items())
         return hash((self.kind, self.definition.function, params))
 
     def __repr__(self) -> str:
@@ -388,17 +352,14 @@ class Modifier(Readable):
 
 
 def _filled(
-    filling: Any, cls: Any, definition: Definition, functions: Sequence[Recipe], params: Mapping[str, Recipe]
+    cls: type[Modifier], definition: Definition, functions: list[Recipe], params: dict[str, Recipe], filling: Filling
 ) -> Modifier:
-    """Return a mask or score of its parts, see `Modifier.taken`."""
     if functions:
-        definition = replace(definition, **dict(zip(FUNCTIONS, map(filling.make, functions), strict=True)))
-    made: Modifier = cls(definition, {name: filling.make(recipe) for name, recipe in params.items()})
-    return made
+        definition = replace(definition, **dict(zip(FUNCTIONS, filling.sequence(functions), strict=True)))
+    return cls(definition, filling.dictionary(params))
 
 
 def _device_of(value: Modifier, q: Tensor) -> torch.device:
-    """Return the device of the indices of a call."""
     try:
         return q.device
     except AttributeError:
@@ -523,7 +484,7 @@ def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifie
 
 
 def _are_operands(operator: Definition, params: dict[str, Any]) -> bool:
-    """Return whether these are parameters of an operator: masks or scores, at least one."""
+    """Whether these are parameters of an operator: masks or scores, at least one."""
     name = _OPERANDS[operator]
     operands = (params.get(name),) if operator is NOT else params.get(name)
     cls = Score if operator is CHAIN else Mask
@@ -532,10 +493,7 @@ def _are_operands(operator: Definition, params: dict[str, Any]) -> bool:
 
 
 def to_mask(value: Any) -> Mask:
-    """Return a mask, a name or a function as a Mask.
-
-    A function takes `(b, h, q, kv)`.
-    """
+    """Return a mask, a name or a function `(b, h, q, kv)` as a Mask."""
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, but {value!r} is a score.")
     if isinstance(value, str):
@@ -591,8 +549,6 @@ def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]
 
 
 def _by_head(function: Callable[..., Tensor], over_heads: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """Return the function with some of its arguments read by the head's index."""
-
     def read(*args: Tensor, **arguments: Any) -> Tensor:
         h = args[-3]
         return function(*args, **arguments, **{n: t[h] for n, t in over_heads.items()})
@@ -601,31 +557,24 @@ def _by_head(function: Callable[..., Tensor], over_heads: Mapping[str, Tensor]) 
 
 
 def _in_precision(value: Any, dtype: torch.dtype) -> Any:
-    """Convert a half-precision tensor to the dtype of the scores.
-
-    A score function adds such tensors to the scores. Other values are returned unchanged.
-    """
+    # A score function adds tensors in half precision to the scores.
     is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(dtype) if is_half else value
 
 
 def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
-    """Move a tensor that `prepare` made to the device.
-
-    The user's tensors stay on their devices.
-    """
+    # Tensors that `prepare` made move to the device, the user's stay on theirs.
     is_made = isinstance(value, Tensor) and not any(value is v for v in given.values())
     return value.to(device) if is_made else value
 
 
 def _modifiers_in(value: Any) -> list[Modifier]:
-    """Return the masks or scores that a parameter's value is, or is a tuple of."""
     values = value if isinstance(value, tuple) else (value,)
     return [v for v in values if isinstance(v, Modifier)]
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a parameter's value is made of numbers, strings, tensors, masks and scores only."""
+    """Whether a parameter's value is made of numbers, strings, tensors, masks and scores only."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, Tensor | Modifier | str | int | float | None)
@@ -635,21 +584,3 @@ def _on(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, tuple):
         return tuple(_on(v, device) for v in value)
     return value.to(device) if isinstance(value, Tensor | Modifier) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and bool(a == b)
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, tuple):
-        return tuple(_hashable(v) for v in value)
-    return value if isinstance(value, Hashable) else type(value).__name__
