@@ -20,8 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import flexmasks
 from flexmasks import compat
-from flexmasks.backends import flex_kernels as kernels
-from flexmasks.backends import kernel_tiles
+from flexmasks.backends import flex, flex_kernels, kernel_tiles
 from flexmasks.blocks import Blocks, count_in_strips, strips
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.spec.parameters import Size
@@ -389,7 +388,7 @@ def test_errors_are_those_of_block_mask(mask: Any, lengths: tuple[Any, ...], mor
 
 @dataclass
 class _Like:
-    """The attributes of a tensor that `kernels.options` reads."""
+    """The attributes of a tensor that `flex.options` reads."""
 
     is_cuda: bool
     shape: tuple[int, ...]
@@ -415,7 +414,7 @@ def _options(
     q, k = (_Like(cuda, (1, n, q_len, size), dtype) for n in (heads, kv_heads))
     v = _Like(cuda, (1, kv_heads, q_len, size if v_size is None else v_size), dtype)
     before = dict(given)
-    chosen = kernels.options(q, k, v, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
+    chosen = flex.options(q, k, v, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
     assert given == before
     return chosen
 
@@ -558,13 +557,13 @@ def test_attention_with_proven_options(
 ) -> None:
     """An option that does not hold makes results wrong, forward or backward."""
     passed: list[dict[str, Any]] = []
-    run_kernel = kernels._run_kernel
+    run_kernel = flex_kernels._run_kernel
 
     def spy(what: str, key: Any, captured: Any, may_be_data: bool, *args: Any) -> Any:
         passed.append(args[6])  # after q, k, v, score_mod, block_mask and scale
         return run_kernel(what, key, captured, may_be_data, *args)
 
-    monkeypatch.setattr(kernels, "_run_kernel", spy)
+    monkeypatch.setattr(flex_kernels, "_run_kernel", spy)
     leaves = [torch.randn(2, 2, length, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
     out = flexmasks.attention(*leaves, mask=name, backend="triton", **params)
     proven = flexmasks.get_mask(name, **params).blocks(length).kernel_options

@@ -956,6 +956,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
 
 def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (fa4_package, flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
