@@ -1070,6 +1070,7 @@ def test_models_without_an_attention_function_are_refused(name: str, given: dict
 def test_late_masks_answer_as_tensors_do() -> None:
     late = _late(20, 20, function=masking_utils.sliding_window_causal_mask_function(6))
     assert (late.shape, late.ndim, late.dim(), late.size(3)) == ((2, 1, 20, 20), 4, 4, 20)
+    assert (late.dtype, late.is_floating_point()) == (torch.bool, False)
     assert late.contiguous() is late
     assert repr(late) == str(late) == "LateMask(sliding_window(window=5), shape=(2, 1, 20, 20))"
     assert torch.equal(late.to_dense()[0, 0], _causal(window=6))

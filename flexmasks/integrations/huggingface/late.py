@@ -45,6 +45,9 @@ class LateMask(compat.BlockMask):
     def dim(self) -> int:
         return self.ndim
 
+    def is_floating_point(self) -> bool:
+        return False
+
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
