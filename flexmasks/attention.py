@@ -481,7 +481,6 @@ def _on_device_of(q: Any, value: Any) -> Any:
 
 
 def _explained() -> list[str]:
-    """Return the names of the arguments of `explain`."""
     return [name for name in later.request.Request._fields if name != "params"]
 
 

@@ -180,10 +180,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Run a call outside torch.compile.
-
-    A call that was made before goes straight to its kernel.
-    """
+    """Run a call outside torch.compile. A call that was made before goes straight to its kernel."""
     if isinstance(request.mask, HeldPlan):
         return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
@@ -263,7 +260,6 @@ def _with_plain_tensors(request: Request) -> Request:
 
 
 def _may_learn(tensor: Tensor) -> bool:
-    """Return whether a tensor's dtype has gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -298,10 +294,7 @@ def _replayed(
 def run_again(
     key: Hashable, tensors: list[Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return output and lse of a call that was made before, or None.
-
-    What fails now is forgotten.
-    """
+    """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
     replay = _known_replay(key, tensors, q.device)
     result = None if replay is None else _replayed(replay, q, k, v, sinks)
     if replay is not None and result is None:
@@ -344,10 +337,7 @@ def _forms_of(replay: Replay, planned: Planned, tensors: list[Tensor]) -> list[F
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
-    """Do all that a call does before its kernel runs.
-
-    The result is None if no call of its kind was made before.
-    """
+    """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
     known = key_and_tensors(q, k, v, request)
     return None if known is None else _known_replay(*known, q.device)
 
@@ -372,10 +362,7 @@ def _layouts(tensors: list[Tensor]) -> list[Hashable]:
 
 
 def key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
-    """Return the cache key of a call and the tensors it reads.
-
-    The result is None if the call cannot be cached.
-    """
+    """Return the cache key of a call and the tensors it reads. The result is None if the call cannot be cached."""
     of_sizes = _key_of_sizes(q, k, v, request)
     if of_sizes is None:
         return None

@@ -82,7 +82,6 @@ class Tiles(NamedTuple):
         return f"tiles of {' x '.join(map(str, self.tile))} pixels{apart}"
 
     def _counts(self) -> list[int]:
-        """Return how many tiles of a group each axis has."""
         return [n // (t * g) for n, t, g in zip(self.canvas, self.tile, self.groups, strict=True)]
 
     def _places(self) -> list[int]:

@@ -49,10 +49,7 @@ def seen_by_checkpointing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(modes: list[Any]) -> Iterator[None]:
-    """Tell modes of each operation, the oldest first.
-
-    `with mode:` would make a mode of checkpointing count anew.
-    """
+    """Tell modes of each operation, the oldest first. `with mode:` would make a mode of checkpointing count anew."""
 
     class Told(compat.TorchDispatchMode):
         def __init__(self, mode: Any) -> None:

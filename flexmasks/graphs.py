@@ -146,7 +146,6 @@ def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the values of which `_places` made places."""
     return tuple([_filled_place(place, leaves) for place in places])
 
 

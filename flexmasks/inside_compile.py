@@ -53,10 +53,7 @@ _UNKNOWN = ("unknown", "")  # stands for a score that is not given, and for func
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
-    """Run a call by operations that torch can trace.
-
-    The result may or may not have the call's sinks, see Result.
-    """
+    """Run a call by operations that torch can trace. The result may or may not have the call's sinks, see Result."""
     request, size = _checked(q, k, v, request)
     mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
     if 0 in q.shape or 0 in k.shape:
@@ -144,7 +141,6 @@ def _run_by_windows(name: str, request: Request, *arguments: Any) -> Result:
 def _block_mask(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
-    """Return a mask in the blocks that a backend takes."""
     block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
     lists = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
     lengths: Any = (size.q_len, size.kv_len)
@@ -174,7 +170,6 @@ def _by_flex(
 def _without_pairs(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, size: Size, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the result of a call that has no queries, no keys or no batch."""
     if mask is not None:
         mask.checked(size)
     tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
@@ -206,7 +201,6 @@ def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> t
 
 
 def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
-    """Return a score as data, or `_UNKNOWN`."""
     return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
 
 
@@ -244,10 +238,7 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
 
 
 def _check_at_example(data: Any, size: Size) -> None:
-    """Raise the errors of a mask's parameters at the lengths of the example.
-
-    No symbolic lengths are compared.
-    """
+    """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
     with compat.without_dispatch_modes():
         alone, known = without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
         alone.resolve(known)
@@ -523,7 +514,6 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call:
 
 @in_graph
 def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
-    """Return a mask over vectors of indices."""
     with torch.no_grad():
         call = tiles_operator.Described(visible, None, 0, block_size, None)
         return over_indices(call.mask_mod(q, k))(*indices)
@@ -531,7 +521,6 @@ def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *in
 
 @in_graph
 def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
-    """Return the changed scores over vectors of indices."""
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)
 

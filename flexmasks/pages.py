@@ -124,7 +124,6 @@ def _key_of_pages(
 
 
 def _with_values(request: Request) -> Request:
-    """Return the request with a Mask, and a Score or None."""
     mask, score = from_arguments(request.mask, request.score, request.params)
     return request._replace(mask=get_mask("full") if mask is None else mask, score=score, params={})
 
@@ -210,14 +209,12 @@ def _run_gathered(
 
 
 def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
-    """Return the request of a batch of rows, given a request for whole sequences."""
     mask = rows_of(request.mask, sequences, firsts, lasts)
     score = None if request.score is None else rows_of(request.score, sequences, firsts, lasts)
     return request._replace(mask=mask, score=score)
 
 
 def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
-    """Check the values of a page table and of lengths."""
     n_pages, page_size = k_cache.shape[:2]
     pages = paged(get_mask("full"), page_table, kv_lens, page_size)
     pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
@@ -421,10 +418,7 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
 
 def _slots(cache: Tensor, batch: int) -> Tensor:
-    """Return a view of all slots of a cache, for every batch element.
-
-    The view is [B, Hkv, slots, D].
-    """
+    """Return a view of all slots of a cache, for every batch element. The view is [B, Hkv, slots, D]."""
     if autocasts(cache.device.type):
         cache = cast_as(cache, torch.get_autocast_dtype(cache.device.type))
     return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

@@ -97,10 +97,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention, checked and planned.
-
-    Work that only some backends need is done when they ask for it.
-    """
+    """One call of attention, checked and planned. Work that only some backends need is done when they ask for it."""
 
     q: Tensor
     k: Tensor
@@ -208,10 +205,7 @@ def _layout(x: Tensor) -> Hashable:
 
 
 def transformed() -> bool:
-    """Return whether torch.func.vmap or a forward derivative is active.
-
-    Fused kernels support neither.
-    """
+    """Return whether torch.func.vmap or a forward derivative is active. Fused kernels support neither."""
     return compat.in_forward_derivative() or compat.in_vmap()
 
 

@@ -55,10 +55,7 @@ def _max_queries(device: torch.device) -> int:
 
 
 def _scores_held(call: Call, most: int) -> int:
-    """Return how many scores, or marks of visible keys, are in memory at a time.
-
-    Up to `most` it is a bound.
-    """
+    """Return how many scores, or marks of visible keys, are in memory at a time. Up to `most` it is a bound."""
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     adds = call.score is not None and call.cap is None
     if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:

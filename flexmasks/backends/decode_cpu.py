@@ -98,10 +98,7 @@ class CpuDecode(Replay):
 
     @classmethod
     def of(cls, call: Call, pages: Pages | None = None) -> CpuDecode:
-        """Return the call.
-
-        With `pages`, it is called with whole caches in place of k and v.
-        """
+        """Return the call. With `pages`, it is called with whole caches in place of k and v."""
         q, k = call.q, call.k
         visible = cast(MaskPlan, call.mask).whole.visible
         score_mod = None if call.score is None else call.score.mod()
@@ -133,10 +130,7 @@ class CpuDecode(Replay):
         return out, lse if self.with_lse else None
 
     def _results(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return output and lse of each part.
-
-        Each of a few threads takes the next part that is left.
-        """
+        """Return output and lse of each part. Each of a few threads takes the next part that is left."""
         keys = sum(part.keys.stop - part.keys.start for part in self.parts)
         workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * max(q.shape[3], v.shape[3]), len(self.parts))
         results: dict[int, tuple[Tensor, Tensor]] = {}
@@ -207,12 +201,10 @@ def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:
-    """Return the index vectors of a part."""
     return [torch.arange(*n) for n in ((batch.start, batch.stop), (0, heads), (0, q_len), (keys.start, keys.stop))]
 
 
 def _of_part(x: Tensor, part: _Part) -> Tensor:
-    """Return the part of a tensor [B or 1, ..., KV]."""
     return (x if len(x) == 1 else x[part.batch])[..., part.keys]
 
 

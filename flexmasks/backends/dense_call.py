@@ -37,19 +37,13 @@ class DenseCall(Replay):
         return results if self.with_lse else (results, None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse of its rows.
-
-        The lse is None if the reference is to compute the gradients.
-        """
+        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients."""
         raise NotImplementedError
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor, ...] | None:
-        """Return the gradients of q, k and v.
-
-        The result is None if the reference is to compute them.
-        """
+        """Return the gradients of q, k and v. The result is None if the reference is to compute them."""
         raise NotImplementedError
 
     def read_by_backward(self) -> list[Tensor]:

@@ -106,10 +106,7 @@ class CpuDense(DenseCall):
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return a tensor with grouped heads as rows.
-
-    [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N].
-    """
+    """Return a tensor with grouped heads as rows. [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N]."""
     if x.shape[1] > 1:
         return x.unflatten(1, (-1, groups)).flatten(2, 3)  # type: ignore[no-any-return]
     return x.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)

@@ -118,7 +118,6 @@ class GpuDense(DenseCall):
         )
 
     def _kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """Return the kernels of some tensors, which are kept by layouts."""
         layout = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
         kernels = self.kernels.get(layout)
         if kernels is None:

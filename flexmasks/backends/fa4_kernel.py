@@ -14,10 +14,7 @@ _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice;
 
 
 def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
-    """Return the kernel's arguments for the keys at distances -left..right of a query.
-
-    None is no limit.
-    """
+    """Return the kernel's arguments for the keys at distances -left..right of a query. None is no limit."""
     if left is None and right == 0:
         return {"causal": True}
     limits = {"window_size_left": left, "window_size_right": right}

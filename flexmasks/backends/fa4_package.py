@@ -77,10 +77,7 @@ def is_installed() -> bool:
 
 
 def why_missing() -> str:
-    """Return why flash-attn-4 cannot be called, or "".
-
-    A package of another version is warned of once.
-    """
+    """Return why flash-attn-4 cannot be called, or "". A package of another version is warned of once."""
     return _package().why_missing
 
 
@@ -98,10 +95,7 @@ class _Package(NamedTuple):
 
 @functools.cache
 def _package() -> _Package:
-    """Return facts about the installed flash-attn-4.
-
-    Its source is read instead of imported, which takes seconds.
-    """
+    """Return facts about the installed flash-attn-4. Its source is read instead of imported, which takes seconds."""
     try:
         spec = importlib.util.find_spec("flash_attn.cute")
     except ModuleNotFoundError:
@@ -163,7 +157,6 @@ def _keep_kernels_on_disk() -> None:
 
 
 def _warned(what: str) -> _Package:
-    """Warn that flash-attn-4 is left out, and return a package that cannot be called."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         what = f"{importlib.metadata.version('flash-attn-4')} {what}"
     why = f"the package flash-attn-4 {what}"

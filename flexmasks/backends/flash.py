@@ -33,20 +33,15 @@ def block_size(head_size: int, device: torch.device) -> tuple[int, int] | None:
 
 @compat.constant_in_graphs
 def _fits_blocks(device: torch.device) -> bool:
-    """Return whether kernels for large heads have tiles that fit into blocks."""
     return fa4_package.fits_tiles() and capability(device) == _FITTED_ON
 
 
 def _wanted(call: Call) -> tuple[int, int] | None:
-    """Return the block size that a call needs, or None."""
     return block_size(call.q.shape[3], call.q.device)
 
 
 def _fitted(call: Call) -> Call:
-    """Return a call in blocks that the kernels take.
-
-    `refuses` says which calls have no such blocks.
-    """
+    """Return a call in blocks that the kernels take. `refuses` says which calls have no such blocks."""
     wanted = _wanted(call)
     return call if wanted is None else call.resized(wanted) or call
 

@@ -263,10 +263,7 @@ def _key(
 
 
 def _is_one(batch: int) -> bool:
-    """Return whether torch compiles a kernel for this batch size alone.
-
-    Other batch sizes may share a kernel.
-    """
+    """Return whether torch compiles a kernel for this batch size alone. Other batch sizes may share a kernel."""
     return batch == 1
 
 

@@ -186,10 +186,7 @@ def flex(
     kernel_options: Any,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse, or None, of torch's flex_attention.
-
-    Grouped heads are recognized from the shapes.
-    """
+    """Return output and lse, or None, of torch's flex_attention. Grouped heads are recognized from the shapes."""
     _announce()
     if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
         q, k, v = compat.with_rows_together(q, k, v)
@@ -396,7 +393,6 @@ def _is_wrong_bound(error: Exception) -> bool:
 
 
 def _compilations() -> int:
-    """Return how many kernels this thread has compiled."""
     return getattr(_this_thread, "compilations", 0)
 
 

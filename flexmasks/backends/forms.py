@@ -167,7 +167,6 @@ def _is_as_fast(call: Call) -> bool:
 
 
 def _can_be_read(call: Call) -> bool:
-    """Return whether the mask can be data."""
     try:
         call.mask.data()
     except CannotBeData:

@@ -100,10 +100,7 @@ def renewal_of(
 
 
 class Lent(Replay):
-    """A call that reads lent memory.
-
-    It is made when it runs, if another one has been made there since.
-    """
+    """A call that reads lent memory. It is made when it runs, if another one has been made there since."""
 
     def __init__(self, renewal: Renewal, tensors: Sequence[Tensor]) -> None:
         self._renewal, self._tensors = renewal, tensors

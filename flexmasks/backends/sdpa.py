@@ -96,8 +96,5 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tens
 
 
 def _needs_repeated_heads(q: Tensor, k: Tensor) -> bool:
-    """Return whether grouped heads must be repeated.
-
-    torch's fused kernel for the CPU has no grouped heads.
-    """
+    """Return whether grouped heads must be repeated. torch's fused kernel for the CPU has no grouped heads."""
     return q.shape[1] != k.shape[1] and not q.is_cuda

@@ -59,10 +59,7 @@ class _Shared(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """The queries and keys of a slice.
-
-    Each run has its first position and the position behind its last.
-    """
+    """The queries and keys of a slice. Each run has its first position and the position behind its last."""
 
     q_start: int
     q_stop: int
@@ -115,10 +112,7 @@ def attend_by_slices(
 
 
 def is_traced_or_transformed() -> bool:
-    """Return whether torch.compile traces or torch.func transforms this code.
-
-    No tensor's value can be read then.
-    """
+    """Return whether torch.compile traces or torch.func transforms this code. No tensor's value can be read then."""
     return compat.is_compiling() or compat.transforms_active()
 
 

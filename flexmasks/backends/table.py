@@ -138,7 +138,6 @@ def _is_small(call: Call) -> bool:
 
 
 def _flop_of_all_pairs(call: Call) -> int:
-    """Return the operations of a forward pass if nothing is hidden."""
     return 2 * call.q.shape[:3].numel() * call.k.shape[2] * (call.q.shape[3] + call.v.shape[3])
 
 

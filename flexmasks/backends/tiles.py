@@ -276,10 +276,7 @@ class Tiles:
     # --- a tile's part of tensors ---
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """Return keys or values as [groups, keys, D].
-
-        If x has only one batch element, the result has only one too.
-        """
+        """Return keys or values as [groups, keys, D]. If x has only one batch element, the result has only one too."""
         return x.to(self._dtype).reshape(len(x) * self._kv_heads, self._kv_len, -1)
 
     def _keys_of(self, x: Tensor, tile: _Tile) -> Tensor:
@@ -295,7 +292,6 @@ class Tiles:
         return part.reshape(_length(tile.groups), -1, part.shape[-1])
 
     def _write(self, x: Tensor, tile: _Tile, rows: Tensor) -> None:
-        """Copy rows to where `_rows_of` reads them."""
         target = x[tile.batch, tile.heads, tile.queries]
         target.copy_(rows.view(target.shape))
 
@@ -311,7 +307,6 @@ class Tiles:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(count)]
 
     def _scores_in(self, buffer: Tensor, tile: _Tile) -> Tensor:
-        """Return the part of a buffer that takes the tile's scores."""
         shape = _length(tile.groups), self._heads_per_group * _length(tile.queries), len(tile.keys.positions)
         return buffer[: math.prod(shape)].view(shape)
 
@@ -385,10 +380,7 @@ class Tiles:
                 yield _Tile(groups, slice(b, stop_b), slice(h, stop_h), queries, keys)
 
     def _blocks(self, queries: slice, batch: slice = _ALL, heads: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Return which blocks of the queries are partial, and which full.
-
-        Each is bool[batch, heads, rows, columns].
-        """
+        """Return which blocks of the queries are partial, and which full. Each is bool[batch, heads, rows, columns]."""
         size = self._block_size[0]
         index = batch, heads, slice(queries.start // size, -(-queries.stop // size))
         return self._partial[index], self._full[index]
@@ -455,7 +447,6 @@ def _length(part: slice) -> int:
 
 
 def _used_columns(partial: Tensor, full: Tensor) -> list[int]:
-    """Return the columns of blocks in which some block is not empty."""
     return (partial | full).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
 
 
@@ -465,10 +456,7 @@ def _without_repeated_batch(x: Tensor) -> Tensor:
 
 
 def _zero_nonfinite(x: Tensor) -> Tensor:
-    """Return the tensor with 0 in place of NaN and infinity.
-
-    The tensor itself is returned if its sum is finite.
-    """
+    """Return the tensor with 0 in place of NaN and infinity. The tensor itself is returned if its sum is finite."""
     if x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():  # the usual case, in one pass
         return x
     return torch.where(x.isfinite(), x, 0.0)

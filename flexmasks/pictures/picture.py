@@ -52,10 +52,7 @@ class Picture(ABC):
 
     @abstractmethod
     def svg(self, style: bool = True) -> str:
-        """Return an SVG document below 100 kB.
-
-        Without `style` it has the colors of light pages only.
-        """
+        """Return an SVG document below 100 kB. Without `style` it has the colors of light pages only."""
 
     @abstractmethod
     def plot(self, ax: Axes | None = None) -> Axes:

@@ -41,10 +41,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:
-    """Check q against k and v.
-
-    q is [B, H, Q, D], k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv].
-    """
+    """Check q against k and v. q is [B, H, Q, D], k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv]."""
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         fail(f"{message}; got q {described(q)}, k {described(k)}, v {described(v)}.", kind)
@@ -183,10 +180,7 @@ def check_varlen(**tensors: Any) -> None:
 
 
 def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
-    """Return offsets of sequences as an integer tensor [N + 1].
-
-    Their values are checked when they are planned.
-    """
+    """Return offsets of sequences as an integer tensor [N + 1]. Their values are checked when they are planned."""
     try:
         offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):

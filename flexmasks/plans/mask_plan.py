@@ -103,7 +103,6 @@ class MaskPlan(Plan):
         )  # fmt: skip
 
     def _start_in(self, block_size: tuple[int, int]) -> None:
-        """Know nothing yet that depends on the size of blocks."""
         self.block_size = block_size
         self._too_large = ""  # why the mask cannot be data, once that is known
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
@@ -112,10 +111,7 @@ class MaskPlan(Plan):
         vars(self).pop("_prepared", None)
 
     def resized(self, block_size: tuple[int, int]) -> MaskPlan:
-        """Return the plan of the same mask in blocks of another size.
-
-        It is made once.
-        """
+        """Return the plan of the same mask in blocks of another size. It is made once."""
         if block_size == self.block_size:
             return self
         if block_size not in self._resized:
@@ -469,10 +465,7 @@ class GivenPlan:
         self._block_mask = block_mask
 
     def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
-        """Return the plan if its blocks have this size.
-
-        A user's own blocks have no other.
-        """
+        """Return the plan if its blocks have this size. A user's own blocks have no other."""
         return self if block_size == self._block_mask.BLOCK_SIZE else None
 
     @property

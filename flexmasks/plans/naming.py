@@ -60,7 +60,6 @@ def naming(value: Modifier) -> Iterator[None]:
 
 
 def _whereabouts(value: Modifier) -> str:
-    """Return where a mask's or score's tensors are, as the end of a message."""
     named = value.named_tensors()
     here = "".join(f"; {name} is on {tensor.device}" for name, tensor in named)
     return here + next((f"; {how_to_move(t.device)}" for _, t in named if t.is_meta), "")

@@ -220,10 +220,7 @@ class Plan:
 
     @functools.cached_property
     def _kind_key(self) -> Hashable:
-        """Key of all plans that differ in the values of tensors only.
-
-        It is None if there can be no others.
-        """
+        """Key of all plans that differ in the values of tensors only. It is None if there can be no others."""
         if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
             return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
         return None if self.value.holds_lists() else self._key  # a list of numbers is no input of a recorded plan
@@ -329,10 +326,7 @@ def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextM
 
 
 def cannot_record(error: Exception) -> str:
-    """Return why a plan cannot be recorded, unless the error says nothing about that.
-
-    Then it is raised.
-    """
+    """Return why a plan cannot be recorded, unless the error says nothing about that. Then it is raised."""
     if passing_error(error) is not None:
         raise error
     first_line = next(iter(str(error).splitlines()), "")

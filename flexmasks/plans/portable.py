@@ -160,12 +160,10 @@ def loaded_block_mask(
 
 
 def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values, with copies of the tensors among them."""
     return tuple(x.detach().clone() if isinstance(x, Tensor) and not x.is_meta else x for x in values)
 
 
 def _checksum(lists: tuple[Any, ...], state: tuple[Any, ...]) -> int:
-    """Return the checksum of the tensors in the lists and the state."""
     found = 0
     for x in (*lists, *state):
         if isinstance(x, Tensor) and not x.is_meta and x.layout == torch.strided:

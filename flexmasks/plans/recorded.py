@@ -132,10 +132,7 @@ class _Captured:
 
     @classmethod
     def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> _Captured | None:
-        """Return the captured operations, or None.
-
-        None if they take too much memory or cannot be captured.
-        """
+        """Return the captured operations, or None. None if they take too much memory or cannot be captured."""
         if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
             return None
         was_collecting = gc.isenabled()
@@ -215,7 +212,6 @@ class _Pack:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Return groups of tensors of one dtype, each tensor with its place."""
     groups: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for place, t in enumerate(tensors):
         groups.setdefault(t.dtype, []).append((place, t))
@@ -224,9 +220,6 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Make tensors that any later call may use.
-
-    They belong neither to an autograd graph nor to inference mode.
-    """
+    """Make tensors that any later call may use. They belong neither to an autograd graph nor to inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

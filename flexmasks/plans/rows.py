@@ -90,10 +90,7 @@ def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
 
 
 def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, tensors: list[Tensor]) -> Hashable:
-    """Return the cache key of a mask for scores, or None.
-
-    The mask's tensors are appended to `tensors`.
-    """
+    """Return the cache key of a mask for scores, or None. The mask's tensors are appended to `tensors`."""
     definition: Hashable = functions_of("mask", mask)
     try:
         if params or not isinstance(definition, str):  # a name without parameters captures nothing

@@ -35,10 +35,7 @@ def block_size_for(size: Size) -> tuple[int, int]:
 
 @compat.constant_in_graphs
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU.
-
-    For fake tensors on a machine without a GPU the result is (0, 0).
-    """
+    """Return the compute capability of a GPU. For fake tensors on a machine without a GPU the result is (0, 0)."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 

@@ -47,10 +47,7 @@ def check_visible(call: str, x: Tensor, mask: Any) -> None:
 
 
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
-    """Check that a mask is a tensor, True = hidden.
-
-    The mask must broadcast to x. Raises TypeError or ValueError.
-    """
+    """Check that a mask is a tensor, True = hidden. The mask must broadcast to x. Raises TypeError or ValueError."""
     _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a boolean or integer tensor, True = hidden")
 
 

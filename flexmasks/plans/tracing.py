@@ -293,7 +293,6 @@ def _with_factors(operations: list[_Operation], outputs: list[_Value]) -> tuple[
 
 
 def _appended(operations: list[_Operation], function: Any, value: _Value, *args: Any) -> _Value:
-    """Append an operation to others, and return its result."""
     like = function(value.like, *args)
     operation = _Operation(function, [value, *args], {})
     operation.results = [_Value(like, value.varies, operation)]
@@ -312,7 +311,6 @@ def _broadcasts(value: _Value) -> bool:
 
 
 def _has_columns(value: _Value) -> bool:
-    """Return whether the last dimension of a value does not broadcast."""
     return value.like.shape[-1:] not in ((), (1,))
 
 

@@ -51,10 +51,7 @@ class Spanned(NamedTuple):
 
 
 class Added(NamedTuple):
-    """Numbers that a score change adds to all scores.
-
-    They are weight * numbers, or numbers if there is no weight.
-    """
+    """Numbers that a score change adds to all scores. They are weight * numbers, or numbers if there is no weight."""
 
     numbers: Tensor  # float32 [B or 1, H or 1, Q or 1, KV]
     weight: Tensor | None = None  # float32 [B or 1, H or 1, Q or 1, 1]

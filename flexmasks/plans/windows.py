@@ -36,10 +36,7 @@ class Window:
         return x if first == 0 and _holds(stop == x.shape[2]) else x[:, :, first:stop]
 
     def pairs(self, q_len: int) -> float:
-        """Return the approximate number of visible pairs, ignoring sequences.
-
-        A pair is a query and a key.
-        """
+        """Return the approximate number of visible pairs, ignoring sequences. A pair is a query and a key."""
         keys = self.keys[1] - self.keys[0]
 
         def below(diagonal: int) -> float:
