@@ -138,7 +138,12 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
     names = (case.name, None) if case in MASK_CASES else (None, case.name)
     mask, score = from_arguments(*names, given)
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu")), q_offset)
-    function = traced._as_kernels_see(score if mask is None else mask, size, q_offset)
+    value = (
+        traced.TracedScore(score, size, q_offset, None)
+        if mask is None
+        else traced.TracedMask(mask, size, q_offset, None)
+    )
+    function = value.mod()
     last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
     for indices in (last, [x * 0 for x in last]):
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0

@@ -31,37 +31,31 @@ def _unknown(*_: Any) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class TracedMask:
-    """A mask in place of a MaskPlan. Its blocks are planned in the traced graph, or the user gives them.
+class _Traced:
+    """A mask or score change with the sizes of a call, in place of a plan.
 
-    mask: None if torch must trace its function to know it.
-    block_size: of given blocks, else None.
+    value: None if torch must trace its function to know it.
     """
 
-    mask: Mask | None
+    value: Modifier | None
     size: Size
     offset: Offset
     kernel_key: Hashable
-    block_size: tuple[int, int] | None = None
-    intervals = None
-    reads_data_as_fast = holds_aliases = False
+    holds_aliases = False
     shapes = ()
+    numbers = _unknown
 
     @property
     def what(self) -> str:
-        return "a given block mask" if self.is_given else repr(self.mask)
-
-    @property
-    def is_given(self) -> bool:
-        return self.block_size is not None
+        return repr(self.value)
 
     @property
     def opaque(self) -> bool:
-        return self.mask is None
+        return self.value is None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [] if self.mask is None else self.mask.tensors()
+        return [] if self.value is None else self.value.tensors()
 
     @property
     def has_number_tensors(self) -> bool:
@@ -69,16 +63,37 @@ class TracedMask:
 
     @property
     def is_own(self) -> bool:
-        return self.mask is not None and self.mask.is_own()
-
-    @property
-    def window(self) -> Window | None:
-        is_readable = self.mask is not None and not self.is_given and isinstance(self.offset, int)
-        return window_of(cast(Mask, self.mask), self.size) if is_readable else None
+        return self.value is not None and self.value.is_own()
 
     def mod(self) -> Callable[..., Tensor]:
         """Return the function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
-        return _as_kernels_see(cast(Mask, self.mask), self.size, self.offset)
+        with compat.without_dispatch_modes():
+            value, size = without_traced(cast(Modifier, self.value), self.size)
+            offset = _zeros_like(self.offset) if isinstance(self.offset, Tensor) else compat.size_hint(self.offset)
+            mod = value.bind(value.resolve(size), size.heads, for_kernels=True)
+            return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+
+
+@dataclass(frozen=True)
+class TracedMask(_Traced):
+    """A mask in place of a MaskPlan. Its blocks are planned in the traced graph, or the user gives them.
+
+    block_size: of given blocks, else None.
+    """
+
+    block_size: tuple[int, int] | None = None
+    intervals = None
+    reads_data_as_fast = False
+    blocks = data = proven_options = explained = _unknown
+
+    @property
+    def is_given(self) -> bool:
+        return self.block_size is not None
+
+    @property
+    def window(self) -> Window | None:
+        is_readable = self.value is not None and not self.is_given and isinstance(self.offset, int)
+        return window_of(cast(Mask, self.value), self.size) if is_readable else None
 
     def resized(self, block_size: tuple[int, int]) -> TracedMask | None:
         """Return the mask in blocks of a size; given blocks have no other."""
@@ -91,12 +106,12 @@ class TracedMask:
 
     def is_mostly_partial(self) -> bool:
         """Return whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
-        if self.mask is None:
+        if self.value is None:
             return False
         if not self.is_own:
             return bool(self.tensors) or self._reads_made_tensors()
         few, length = compat.size_hint(self.size.batch * self.size.heads), compat.size_hint(self.size.kv_len)
-        for inner in self.mask.inside():
+        for inner in self.value.inside():
             tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
             cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
             if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
@@ -105,65 +120,20 @@ class TracedMask:
 
     def _reads_made_tensors(self) -> bool:
         """Return whether kernels read tensors that the library makes for them."""
-        if self.mask is None or not self.mask.has_other_function():
+        if self.value is None or not self.value.has_other_function():
             return False
         with compat.without_dispatch_modes():
-            alone, known = without_traced(self.mask, self.size)
+            alone, known = without_traced(self.value, self.size)
             return reads_made_tensors(alone, alone.resolve(known))
-
-    blocks = data = numbers = proven_options = explained = _unknown
 
 
 @dataclass(frozen=True)
-class TracedScore:
-    """A score change in place of a ScorePlan.
-
-    score: None if torch must trace its function to know it.
-    """
-
-    score: Score | None
-    size: Size
-    offset: Offset
-    kernel_key: Hashable
-    holds_aliases = False
-    shapes = ()
-    numbers = _unknown
-
-    @property
-    def opaque(self) -> bool:
-        return self.score is None
-
-    @property
-    def what(self) -> str:
-        return repr(self.score)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [] if self.score is None else self.score.tensors()
-
-    @property
-    def has_number_tensors(self) -> bool:
-        return any(t.ndim == 0 for t in self.tensors)
-
-    @property
-    def is_own(self) -> bool:
-        return self.score is not None and self.score.is_own()
+class TracedScore(_Traced):
+    """A score change in place of a ScorePlan."""
 
     @property
     def cap(self) -> float | None:
-        return None if self.score is None else cap_of(self.score, self.size)
-
-    def mod(self) -> Callable[..., Tensor]:
-        """Return the function that a kernel would compile, as `TracedMask.mod`."""
-        return _as_kernels_see(cast(Score, self.score), self.size, self.offset)
-
-
-def _as_kernels_see(value: Mask | Score, size: Size, offset: Offset) -> Callable[..., Tensor]:
-    with compat.without_dispatch_modes():
-        alone, known = without_traced(value, size)
-        offset = _zeros_like(offset) if isinstance(offset, Tensor) else compat.size_hint(offset)
-        mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
-        return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+        return None if self.value is None else cap_of(cast(Score, self.value), self.size)
 
 
 def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
