@@ -180,9 +180,14 @@ FAULTS: list[Fault] = [
         "spec/parts.py",
         "return _shifted(b, first_batch), _shifted(h, first_head)",
         "return _shifted(b, first_batch), h",
-        _DISTRIBUTED,
+        ("tests/test_layouts.py::test_a_part_has_the_batch_elements_and_heads_of_the_whole_call", *_DISTRIBUTED),
     ),
-    Fault("spec/parts.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
+    Fault(
+        "spec/parts.py",
+        "q_len=q_len, q_offset=positions - q_len",
+        "q_len=q_len, q_offset=0",
+        ("tests/test_mixed.py::test_every_mask",),
+    ),
     Fault(
         "spec/structure.py",
         "return self._number(value, place, value > 0)",

@@ -389,3 +389,12 @@ def test_values_out_of_bounds_are_no_error_if_they_may_not_be_read() -> None:
     mask.resolve(replace(size, may_read=False))
     with pytest.raises(ValueError, match="must be int"):  # shapes are still checked
         mask.resolve(replace(size, batch=3, may_read=False))
+
+
+def test_a_part_has_the_batch_elements_and_heads_of_the_whole_call() -> None:
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q + kv) % (2 + b + 3 * h) == 0
+
+    whole = flexmasks.dense_mask(visible, 12, batch=3, heads=4)
+    part = part_of(flexmasks.get_mask(visible), Part(3, 4, 12, first_batch=1, first_head=2))
+    assert torch.equal(flexmasks.dense_mask(part, 12, batch=2, heads=2), whole[1:3, 2:4])
