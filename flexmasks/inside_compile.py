@@ -432,9 +432,8 @@ def _blocks_of(
         layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
         return layout.indices
-    return tuple(
-        flex_kernels.separate(x) for x in layout.indices
-    )  # torch's CPU kernel fails if two lists share their memory
+    # torch's CPU kernel fails if two lists share their memory.
+    return tuple(flex_kernels.separate(x) for x in layout.indices)
 
 
 # --- the reference backend ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -20,7 +21,7 @@ from benchmarks import private_torch
 from flexmasks import Mask, calls, get_mask, planned
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.renewal import Renewal
-from flexmasks.plans import mask_plan, plan, sizes
+from flexmasks.plans import mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
@@ -244,6 +245,17 @@ def test_recorded_operations_are_the_function() -> None:
             assert torch.equal(got, want)
 
 
+def test_recorded_operations_keep_nothing_else_of_their_trace() -> None:
+    def noted() -> int:
+        gc.collect()
+        return sum(type(x) in (tracing._Value, tracing._Operation) for x in gc.get_objects())
+
+    before = noted()
+    recorded = Recorded(lambda x: [x + torch.arange(1000).cumsum(0).flip(0)], [torch.ones(1000)])
+    assert noted() == before
+    assert torch.equal(recorded([torch.zeros(1000)])[0], torch.arange(1000.0).cumsum(0).flip(0))
+
+
 def test_recorded_operations_do_nothing_in_vain() -> None:
     """Copies of what nothing else holds, zeros that are added, and indices that count up are left out."""
 
@@ -270,7 +282,7 @@ def test_recorded_operations_do_nothing_in_vain() -> None:
 
     inputs = [torch.randn(4) for _ in range(3)]
     recorded = Recorded(function, inputs[:1])
-    counts = Counter(recorded._run.functions)
+    counts = Counter(step.function for step in recorded._run.steps)
     aten = torch.ops.aten
     assert [counts[x] for x in (aten.clone.default, aten.index.Tensor, aten.mul.Tensor)] == [3, 3, 8]
     for x in inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class TracedMask(_Traced):
     def is_given(self) -> bool:
         return self.block_size is not None
 
-    @property
+    @functools.cached_property
     def window(self) -> Window | None:
         is_readable = self.value is not None and not self.is_given and isinstance(self.offset, int)
         return window_of(cast(Mask, self.value), self.size) if is_readable else None

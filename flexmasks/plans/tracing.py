@@ -342,50 +342,56 @@ class _Step(NamedTuple):
     last: list[int]
 
 
+def _step_of(operation: _Operation, place_of: Callable[[_Value], int]) -> _Step:
+    """Return a step, which holds no value: a value would keep alive all that it was made from."""
+    places, lists, args = [], [], []
+    for n, x in enumerate(operation.args):
+        if isinstance(x, _Value):
+            places.append((n, place_of(x)))
+        elif isinstance(x, list) and any(isinstance(y, _Value) for y in x):
+            lists.append((n, [place_of(y) if isinstance(y, _Value) else None for y in x]))
+        else:
+            args.append(x)
+            continue
+        args.append(None)
+    named = [(name, place_of(x)) for name, x in operation.kwargs.items() if isinstance(x, _Value)]
+    kwargs = {name: x for name, x in operation.kwargs.items() if not isinstance(x, _Value)}
+    results = [place_of(x) for x in operation.results]
+    return _Step(operation.function, args, kwargs, places, lists, named, results, operation.gives_one, [])
+
+
 class Program:
     """Operations from tensors to a list of tensors.
 
+    steps: the operations, in their order.
     varies: for each output, whether it depends on an input.
     """
 
     def __init__(self, inputs: Sequence[_Value], operations: Sequence[_Operation], outputs: Sequence[_Value]) -> None:
-        self.functions = [operation.function for operation in operations]
         self.varies = [value.varies for value in outputs]
-        self._places = {value: n for n, value in enumerate(inputs)}
+        places_of = {value: n for n, value in enumerate(inputs)}
         self._values: list[Tensor | None] = [None] * len(inputs)
-        self._steps = [self._step(operation) for operation in operations]
-        self._outputs = [self._place(value) for value in outputs]
+
+        def place_of(value: _Value) -> int:
+            if value not in places_of:
+                places_of[value] = len(self._values)
+                self._values.append(value.like if value.is_kept else None)
+            return places_of[value]
+
+        self.steps = [_step_of(operation, place_of) for operation in operations]
+        self._outputs = [place_of(value) for value in outputs]
         read = {*self._outputs, *range(len(inputs))}
-        for step in reversed(self._steps):
+        for step in reversed(self.steps):
             places = {place for _, place in (*step.places, *step.named)}
             places |= {n for _, ns in step.lists for n in ns if n is not None}
             unread = {*places, *step.results} - read
             step.last.extend(n for n in unread if self._values[n] is None)
             read |= places
 
-    def _place(self, value: _Value) -> int:
-        """Return the place of a value among all values."""
-        if value not in self._places:
-            self._places[value] = len(self._values)
-            self._values.append(value.like if value.is_kept else None)
-        return self._places[value]
-
-    def _step(self, operation: _Operation) -> _Step:
-        args, kwargs = list(operation.args), operation.kwargs
-        places = [(n, self._place(x)) for n, x in enumerate(args) if isinstance(x, _Value)]
-        lists = [
-            (n, [self._place(y) if isinstance(y, _Value) else None for y in x])
-            for n, x in enumerate(args)
-            if isinstance(x, list) and any(isinstance(y, _Value) for y in x)
-        ]
-        named = [(name, self._place(x)) for name, x in kwargs.items() if isinstance(x, _Value)]
-        results = [self._place(x) for x in operation.results]
-        return _Step(operation.function, args, kwargs, places, lists, named, results, operation.gives_one, [])
-
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         values: list[Any] = self._values.copy()
         values[: len(inputs)] = inputs
-        for function, args, kwargs, places, lists, named, results, gives_one, last in self._steps:
+        for function, args, kwargs, places, lists, named, results, gives_one, last in self.steps:
             given = args.copy()
             for n, place in places:
                 given[n] = values[place]
