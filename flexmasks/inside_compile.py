@@ -11,14 +11,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
-from flexmasks.backends import empty, fa4, flash, flex, flex_kernels, forms, plain, reference, sdpa, tiles_operator
+from flexmasks.backends import (
+    empty,
+    fa4,
+    flash,
+    flex,
+    flex_kernels,
+    flex_operator,
+    forms,
+    plain,
+    reference,
+    sdpa,
+    tiles_operator,
+)
 from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
@@ -26,10 +39,12 @@ from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph
+from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
+from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.naming import naming
-from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
+from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.traced import TracedMask, TracedScore, without_traced
@@ -48,8 +63,8 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 }
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
-_REASONS: list[str] = []  # reasons of refused backends, for errors
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, and for functions that torch must trace
+_BITS = "bits"  # begins the data of a mask whose bits are known, see `Described.visible`
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -60,35 +75,127 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
-    q_offset, resolved = cast(int | Tensor, request.q_offset), None
-    block_mask = None if request.block_mask is None else widened(request.block_mask)
-    if block_mask is not None:
-        of_mask = *_data_of_block_mask(block_mask, q.device), compat.constants(tuple(block_mask.BLOCK_SIZE))
+    q_offset, block_mask = cast(int | Tensor, request.q_offset), None
+    if request.block_mask is not None:
+        block_mask = widened(request.block_mask)
+        of_mask = _data_of_block_mask(block_mask, q.device)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        if not exports_any_length(q, k):
-            # Raises errors of parameters, which torch would not show if they came later. In a program for any length
-            # its comparisons would bind the lengths; `_chosen` raises those of the example.
-            resolved = mask.resolve(size)
-        of_mask = data_of(mask, q.device), q_offset, None
+        of_mask = data_of(mask, q.device), q_offset, None, ()
     score_data, facts = _data_of_score(score, q.device), _facts_of(q, k, v, request, score)
     arguments = of_mask, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
+    if of_mask[0] == _UNKNOWN or (score is not None and score_data == _UNKNOWN) or not compat.IS_TESTED:
+        return _run_traced(request, mask, score, block_mask, size, *arguments)
+    lists = () if block_mask is None else lists_of(block_mask)
+    options = compat.constants(tuple((request.kernel_options or {}).items()))
+    results = _attend(request.backend, request.sink_logits, lists, options, *arguments)
+    has_sinks = request.sink_logits is not None
+    return Result(results[0], results[1] if request.return_lse else None, has_sinks=has_sinks)
+
+
+@in_graph
+def _attend(
+    backend: str, sinks: Tensor | None, lists: tuple[Tensor, ...], options: tuple[Any, ...], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Return output, and lse if it is wanted, of a call whose functions are data.
+
+    sinks: logits that are folded into both.
+    lists: those of given blocks.
+    options: the items of kernel_options.
+    """
+    with _errors_logged():
+        _, _, q_offset, q, k, v, *_ = arguments
+        if not lists and exports_any_length(q, k):
+            _check_at_example(arguments[0][0], unread(_size(q, k), q_offset))
+        call = _call_of(*arguments)
+        name, ways = _choice(backend, call)
+        if name in _DIRECT:
+            own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
+            out, lse = _DIRECT[name](call)(q, k, v, *own)
+            sinks = None if own else sinks
+        elif name == "reference":
+            out, lse = _by_reference(call, lists, *arguments)
+        else:
+            mask_mod, score_mod = _functions_of(call, arguments[0], name, ways)
+            block_mask = _block_mask_of(call, lists, arguments[0], name, mask_mod)
+            if not call.needs_grad:
+                q, k, v = q.detach(), k.detach(), v.detach()
+            how = call.scale, dict(options), call.with_lse, block_mask, score_mod
+            out, lse = _by_flex(flex_operator.attend, name, q, k, v, *how)
+        if sinks is not None:
+            out, lse = with_sinks(out, cast(Tensor, lse), sinks, return_lse=True)
+    return (out, cast(Tensor, lse)) if call.with_lse else (out,)
+
+
+def _block_mask_of(
+    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], name: str, mask_mod: Callable[..., Tensor]
+) -> compat.BlockMask:
+    data, offset, block_size, _ = of_mask
+    if not lists:
+        return _block_mask(data, offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod)
+    given: Any = (call.q.shape[2], call.k.shape[2]), *lists, block_size, mask_mod
+    return compat.BlockMask(*given)
+
+
+def _functions_of(
+    call: Call, of_mask: tuple[Any, ...], name: str, ways: Sequence[int]
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
+    """Return the functions of mask and score, or None, as a backend computes them; ways: as for `_bound`."""
+    data, _, block_size, _ = of_mask
+    mods: list[Callable[..., Tensor]] = []
+    for part, way in zip(call.parts, ways, strict=False):
+        if part is call.mask and data[0] == _BITS:
+            words, table = _held(data[1:], name)
+            mods.append(reading_bits(words, table, block_size))
+        else:
+            bound = _bound(part.value, part.value.resolve(part.size), _size(call.q, call.k), name, way)
+            shifted = shifted_mask if part is call.mask else shifted_score
+            mods.append(shifted(bound, _held(part.offset, name)))
+    return mods[0], None if call.score is None else mods[1]
+
+
+def _by_reference(
+    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], score_data: Any, *_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse by tiles, as one operator, or by slices.
+
+    The operator runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks
+    in a program for any length would tie it to a range of lengths, and slices reach all keys.
+    """
+    q, k, v = call.q, call.k, call.v
+    (data, offset, _, sizes), block_mask = of_mask, None
+    has_tiles = q.device.type == "cpu" and not compat.transforms_active()
+    if lists or (has_tiles and not compat.is_exporting()):
+        block_mask = _block_mask_of(call, lists, of_mask, "reference", noop_mask)
+    if has_tiles:
+        blocks = () if block_mask is None else of_block_mask(block_mask)
+        block_size = (1, 1) if block_mask is None else block_mask.BLOCK_SIZE
+        score = None if call.score is None else score_data
+        visible = data if data[0] == _BITS else ("mask", data, offset, sizes)
+        described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
+        return tiles_operator.attend(q, k, v, blocks, described)
+    mask_mod, score_mod = _functions_of(call, of_mask, "reference", (0, 0))
+    of_scores = None if score_mod is None else over_indices(score_mod, (0,))
+    functions = OverIndices(over_indices(mask_mod), of_scores)
+    return reference.attend(q, k, v, score_mod, block_mask, call.scale, functions)
+
+
+def _run_traced(
+    request: Request,
+    mask: Mask | None,
+    score: Score | None,
+    block_mask: compat.BlockMask | None,
+    size: Size,
+    *arguments: Any,
+) -> Result:
+    """Run a call with a function that only torch's tracing can read."""
+    of_mask, score_data, q_offset, q, k, v, _, facts = arguments
     place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
-    if place >= len(_NAMES):
-        fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
     name = _NAMES[place]
-    if name in _DIRECT:
-        return _run_by_windows(name, request, *arguments)
-    by_tiles = name == "reference" and block_mask is None and _runs_by_tiles(q, score, score_data)
-    if by_tiles and compat.is_exporting():  # blocks in the graph would tie it to a range of lengths
-        call = ("mask", of_mask[0], q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
-        out, lse = _by_tiles(q, k, v, (), call)
-        return Result(out, lse if request.return_lse else None)
     if block_mask is None:
         mask = cast(Mask, mask)
-        bound = _bound(mask, mask.resolve(size) if resolved is None else resolved, size, name, way_of_mask)
-        mask_mod = shifted_mask(bound, _held(q_offset, name))
-        if name != "reference" or by_tiles:
+        mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name, way_of_mask), _held(q_offset, name))
+        if name != "reference":
             block_mask = _block_mask(of_mask[0], q_offset, q, k, size, name, mask_mod)
     elif way_of_mask:
         block_mask = copy.copy(block_mask)
@@ -100,11 +207,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         bound = _bound(score, score.resolve(size), size, name, way_of_score)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
-        out, lse = _by_reference(q, k, v, request, mask, score, block_mask, mask_mod, score_mod)
+        out, lse = _by_traced_reference(q, k, v, request, of_mask, score_data, block_mask, mask_mod, score_mod)
         return Result(out, lse if request.return_lse else None)
-    if not facts.needs_grad:
+    if not _Facts(*facts).needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
-    return Result(*_by_flex(name, q, k, v, request, cast(compat.BlockMask, block_mask), score_mod))
+    given = request.scale, request.kernel_options, request.return_lse
+    attend = compat.flex_attention
+    return Result(*_by_flex(attend, name, q, k, v, *given, cast(compat.BlockMask, block_mask), score_mod))
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Request, Size]:
@@ -129,15 +238,6 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
     return _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
 
 
-def _run_by_windows(name: str, request: Request, *arguments: Any) -> Result:
-    """Run a call on a backend that takes windows; its kernel may fold in the call's sinks."""
-    *_, q, k, v, _, _ = arguments
-    given = request.sink_logits
-    sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
-    results = _run_directly(name, sinks, *arguments)
-    return Result(results[0], results[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
-
-
 def _block_mask(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
@@ -148,22 +248,27 @@ def _block_mask(
 
 
 def _by_flex(
+    attend: Callable[..., Any],
     name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    request: Request,
+    scale: float | None,
+    kernel_options: dict[str, Any] | None,
+    with_lse: bool,
     block_mask: compat.BlockMask,
     score_mod: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse, or None, of torch's flex_attention."""
-    scale = request.scale
+    """Return output and lse, or None, of torch's flex_attention.
+
+    attend: that function, or one like it.
+    """
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex_kernels.widened(q, k, scale)
         q, k, v = flex_kernels.separate(q), flex_kernels.separate(k), flex_kernels.separate(v)
     backend = "FLASH" if name == "flash" else None
-    options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
-    out, lse = flex_kernels.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
+    options = flex.options(q, k, v, backend, kernel_options, block_mask.BLOCK_SIZE)
+    out, lse = flex_kernels.flex_by(attend, q, k, v, score_mod, block_mask, scale, options, with_lse)
     return flex_kernels.separate(out) if name == "cpu" else out, lse
 
 
@@ -192,12 +297,17 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
-def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, int | Tensor]:
-    """Return the mask of given blocks as data, or `_UNKNOWN`, and where its queries start."""
+def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, ...]:
+    """Return the mask of given blocks as data, or `_UNKNOWN`; where its queries start, the size of the blocks, and the
+    batch size and number of heads that it sees.
+    """
     source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
-    if not isinstance(source, OfMask) or not is_readable(source.mask):
-        return _UNKNOWN, 0
-    return data_of(source.mask, device), source.q_offset
+    size = compat.constants(tuple(block_mask.BLOCK_SIZE))
+    if isinstance(source, OfData):
+        return (_BITS, source.words, source.table), 0, size, ()
+    if source is None or not is_readable(source.mask):
+        return _UNKNOWN, 0, size, ()
+    return data_of(source.mask, device), source.q_offset, size, compat.constants((source.batch, source.heads))
 
 
 def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
@@ -219,22 +329,14 @@ class _Facts(NamedTuple):
 
 @in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
-    """Return the backend and the ways of mask and score, as a tensor's lengths.
+    """Return `_choice` as a tensor's lengths: the backend's place in _NAMES, and the ways.
 
-    The backend is a place in _NAMES, and a way is what `_bound` takes. Places behind all backends are those of reasons.
-    torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The place
-    and the ways depend on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
+    torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The choice
+    depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
-        (data, q_offset, block_size), _, _, q, k, *_ = arguments
-        if block_size is None and exports_any_length(q, k):
-            _check_at_example(data, unread(_size(q, k), q_offset))
-        call = _call_of(*arguments)
-        place = _place_of_chosen(backend, call)
-        ways = [0, 0]
-        if place < len(_NAMES) and _NAMES[place] in _COMPILED:
-            ways = [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]
-        return torch.empty(place, *ways, 0)
+        name, ways = _choice(backend, _call_of(*arguments))
+        return torch.empty(_NAMES.index(name), *ways, 0)
 
 
 def _check_at_example(data: Any, size: Size) -> None:
@@ -251,41 +353,26 @@ def _with_hints(data: Any) -> Any:
     return compat.size_hint(data) if isinstance(data, torch.SymInt) else data
 
 
-def _place_of_chosen(backend: str, call: Call) -> int:
+def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
+    """Return the backend that runs a call, and how it rewrites mask and score, see `_bound`."""
     reason = None if backend == "auto" else why_not(backend, call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
         refused = forms.refuses_traced(call) if name in _COMPILED else None
         if refused is None:
             warn_of_order(name, call)
-            return _NAMES.index(name)
+            if name not in _COMPILED:
+                return name, [0, 0]
+            return name, [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]
         reason, should_be_written_otherwise = refused
         if backend == "auto" and not should_be_written_otherwise:
             _log.warning('inside torch.compile, backend "reference" takes the place of %r: %s', name, reason)
-            return _NAMES.index("reference")
-    _REASONS.append(reason)
-    return len(_NAMES) + len(_REASONS) - 1
-
-
-@compat.constant_in_graphs
-def _reason(place: int) -> str:
-    return _REASONS[place - len(_NAMES)]
-
-
-@in_graph
-def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tuple[Tensor, ...]:
-    """Return output, and lse if there is one, of a backend that takes windows.
-
-    sinks: the logits of the call's sinks, if the backend's kernel folds them in.
-    """
-    with _errors_logged():
-        call = _call_of(*arguments)
-        out, lse = _DIRECT[name](call)(call.q, call.k, call.v, *sinks)
-    return (out,) if lse is None else (out, lse)
+            return "reference", [0, 0]
+    return fail(f"backend {backend!r} cannot run this call inside torch.compile: {reason}.")
 
 
 def _call_of(
-    of_mask: tuple[Any, int | Tensor, tuple[int, int] | None],
+    of_mask: tuple[Any, ...],
     score_data: Any,
     q_offset: int | Tensor,
     q: Tensor,
@@ -296,15 +383,15 @@ def _call_of(
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
-    data, offset, block_size = of_mask
-    size, score_size = unread(_size(q, k), offset), unread(_size(q, k), q_offset)
-    mask = None if data == _UNKNOWN else cast(Mask, of_data("mask", data))
+    data, offset, block_size, sizes = of_mask
+    size, score_size = unread(_size(q, k, sizes), offset), unread(_size(q, k), q_offset)
+    mask = None if data == _UNKNOWN or data[0] == _BITS else cast(Mask, of_data("mask", data))
     score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
     return Call(
         q=q,
         k=k,
         v=v,
-        mask=TracedMask(mask, size, offset, ("traced", data[:2]), block_size),
+        mask=TracedMask(mask, size, offset, ("traced", data[:1] if mask is None else data[:2]), block_size),
         score=TracedScore(score, score_size, q_offset, score_data[:2]) if has_score else None,
         q_offset=q_offset,
         scale=scale,
@@ -436,85 +523,39 @@ def _blocks_of(
     return tuple(flex_kernels.separate(x) for x in layout.indices)
 
 
-# --- the reference backend ---
-
-
-def _by_reference(
+def _by_traced_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     request: Request,
-    mask: Mask | None,
-    score: Score | None,
+    of_mask: tuple[Any, ...],
+    score_data: Any,
     block_mask: compat.BlockMask | None,
     mask_mod: Callable[..., Tensor],
     score_mod: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse: by tiles, as one operator, or by slices, which torch traces.
-
-    The operator runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms.
-
-    block_mask: None for slices of a mask that the caller did not plan: while torch traces they reach all keys.
-    """
-    q_offset = cast(int | Tensor, request.q_offset)
-    visible = _visible(mask, block_mask, q_offset, q.device)
-    score_data = _data_of_score(score, q.device)
-    if visible is not None and block_mask is not None and _runs_by_tiles(q, score, score_data):
-        scale, blocks = compat.constants(request.scale), of_block_mask(block_mask)
-        call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
-        return cast(tuple[Tensor, Tensor], _by_tiles(q, k, v, blocks, call))
-    of_mask = over_indices(mask_mod)
-    block_size = (1, 1) if block_mask is None else block_mask.BLOCK_SIZE
-    of_scores = None if score_mod is None else over_indices(score_mod, (0,))
+    """Return output and lse by slices, which torch traces; without a block mask they reach all keys."""
+    (data, offset, _, sizes), q_offset = of_mask, cast(int | Tensor, request.q_offset)
+    visible, scored = over_indices(mask_mod), None if score_mod is None else over_indices(score_mod, (0,))
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
-    if visible is not None:
+    if isinstance(data, Flat):
 
-        def of_mask(*indices: Tensor) -> Tensor:
-            return cast(Tensor, _masked(visible, block_size, like_q, like_k, *indices))
+        def visible(*indices: Tensor) -> Tensor:
+            return cast(Tensor, _masked((data, offset, sizes), like_q, like_k, *indices))
 
     if isinstance(score_data, Flat):
 
-        def of_scores(scores: Tensor, *indices: Tensor) -> Tensor:
+        def scored(scores: Tensor, *indices: Tensor) -> Tensor:
             return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
 
-    return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(of_mask, of_scores))
-
-
-def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
-    return q.device.type == "cpu" and (score is None or isinstance(score_data, Flat)) and not compat.transforms_active()
-
-
-def _visible(
-    mask: Mask | None, block_mask: compat.BlockMask | None, q_offset: int | Tensor, device: torch.device
-) -> Any:
-    """Return the keys that queries see as `Described.visible` has them.
-
-    The result is None for a function that torch must trace.
-    """
-    sizes: tuple[int, ...] = ()
-    if mask is None and isinstance(block_mask, PortableBlockMask):
-        source = block_mask.source
-        if isinstance(source, OfData):
-            return "bits", source.words, source.table
-        mask, q_offset, sizes = source.mask, source.q_offset, (source.batch, source.heads)
-        if not is_readable(mask):
-            return None
-    return None if mask is None else ("mask", data_of(mask, device), q_offset, sizes)
+    return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(visible, scored))
 
 
 @in_graph
-def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
-    visible, score, q_offset, block_size, scale = call
-    score = None if score == _UNKNOWN else score
-    described = tiles_operator.Described(visible, score, q_offset, block_size, scale)
-    return tiles_operator.attend(q, k, v, blocks, described)
-
-
-@in_graph
-def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
+def _masked(of_mask: Any, q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
     with torch.no_grad():
-        call = tiles_operator.Described(visible, None, 0, block_size, None)
+        call = tiles_operator.Described(("mask", *of_mask), None, 0, (1, 1), None)
         return over_indices(call.mask_mod(q, k))(*indices)
 
 
@@ -524,6 +565,8 @@ def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Ten
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)
 
 
-def _size(q: Tensor, k: Tensor) -> Size:
+def _size(q: Tensor, k: Tensor, sizes: tuple[int, ...] = ()) -> Size:
+    """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
+    batch, heads = sizes or q.shape[:2]
+    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype)

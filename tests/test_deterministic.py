@@ -82,7 +82,7 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
         with FakeTensorMode(), torch.device("cuda:0"):
             q = torch.empty(1, 2, 256, 64, requires_grad=True)
             facts = (True, True, learns, False, False)
-            call = inside_compile._call_of((unknown, 0, (128, 128)), unknown, 0, q, q, q, None, facts)
+            call = inside_compile._call_of((unknown, 0, (128, 128), ()), unknown, 0, q, q, q, None, facts)
             return table.choose(call)[0][0].name
 
     assert first(learns=True) == "reference"

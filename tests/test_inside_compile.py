@@ -955,7 +955,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         facts = (False, True, False, False, False)
         data = data_of(asked, q.device).values()
         for block_size in (None, (128, 128)):  # blocks of the library, and given ones
-            call = inside_compile._call_of((data, 0, block_size), ("unknown", ""), 0, q, k, v, None, facts)
+            call = inside_compile._call_of((data, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
 
 
@@ -972,7 +972,7 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
             q, k, v = (torch.empty(4, 16, 8192, size, dtype=torch.bfloat16) for _ in range(3))
             facts = (False, False, False, False, False)
-            call = inside_compile._call_of((mask, 0, block_size), ("unknown", ""), 0, q, k, v, None, facts)
+            call = inside_compile._call_of((mask, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
             able, reasons = table.choose(call)
             return {**dict.fromkeys((b.name for b in able), ""), **reasons}
 

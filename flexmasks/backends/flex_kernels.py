@@ -188,12 +188,27 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse, or None, of torch's flex_attention. Grouped heads are recognized from the shapes."""
     _announce()
+    return flex_by(compat.flex_attention, q, k, v, score_mod, block_mask, scale, kernel_options, with_lse)
+
+
+def flex_by(
+    attend: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: compat.BlockMask | None,
+    scale: float | None,
+    kernel_options: Any,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `flex` returns, by torch's flex_attention or a function like it."""
     if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
         q, k, v = compat.with_rows_together(q, k, v)
         score_mod = _with_infinity_for_nan(score_mod)
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
-        out, aux = compat.flex_attention(
+        out, aux = attend(
             q,
             k,
             v,
@@ -209,7 +224,7 @@ def flex(
             lse = cast(Tensor, aux.lse)
             return out, torch.where(lse.isneginf() & out.isnan().any(-1), math.nan, lse)
         return out, aux.lse
-    out = compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
+    out = attend(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
     if q.device.type == "cpu" and q.shape[2] == 1 and block_mask is not None:
         # torch's kernel for one query on a CPU leaves the output unwritten if there is no block at all.
         full = block_mask.full_kv_num_blocks
