@@ -41,8 +41,7 @@ def attend(
 ) -> Any:
     """Return what torch's flex_attention returns, with the arguments that it has.
 
-    Tensors of the functions become the operator's inputs, as Dynamo makes them. The lse of FLASH is not known: whether
-    it has the base 2 depends on torch's version.
+    Tensors of the functions become the operator's inputs, as Dynamo makes them.
     """
     for x in (q, k, v):  # kernels are made for a number of heads and a head size
         int(x.shape[1]), int(x.shape[3])
@@ -54,7 +53,7 @@ def attend(
     options = {**_OPTIONS, **(kernel_options or {}), "OUTPUT_LOGSUMEXP": with_lse}
     operator = torch.ops.higher_order.flex_attention
     out, lse, _ = operator(q, k, v, score, (*lists, mask), scale, options, of_score, of_mask)
-    return out if return_aux is None else (out, _Aux(lse * _LN_2))
+    return out if return_aux is None else (out, _Aux(lse if options["BACKEND"] == "FLASH" else lse * _LN_2))
 
 
 def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
