@@ -442,21 +442,24 @@ def constants(value: Any) -> Any:
 
     The functions that `constant_in_graphs` marks take no symbolic numbers. Other values are returned as they are.
     """
-    if not is_compiling():
-        return value
+    return _constants(value) if is_compiling() else value
+
+
+def _constants(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple([constants(v) for v in value])
+        return tuple([_constants(v) for v in value])
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def kept_with_graph() -> dict[Any, Any] | None:
-    """Return what is kept as long as the graph that torch traces now.
+def kept_with_graph(x: Tensor) -> dict[Any, Any] | None:
+    """Return what is kept as long as the graph that torch traces now, or as its look at the graph's shapes.
 
-    The result is None if torch traces no graph from a function. No public equivalent; without it each call in a graph
-    plans its mask.
+    The result is None if torch traces no graph from a function of x. No public equivalent; without it each call in a
+    graph plans its mask.
     """
     mode = named("get_proxy_mode")()
-    return None if mode is None else mode.tracer.__dict__.setdefault("_flexmasks_kept", {})
+    owner = cast(Any, x).fake_mode if mode is None and type(x) is named("FakeTensor") else getattr(mode, "tracer", None)
+    return None if owner is None else vars(owner).setdefault("_flexmasks_kept", {})
 
 
 def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:

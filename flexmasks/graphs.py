@@ -101,6 +101,11 @@ def _repr(value: Any) -> str:
     return repr(value)
 
 
+def text_of_constants(values: tuple[Any, ...]) -> str:
+    """Return a text of values that torch knows while it traces, for `value_of_text`."""
+    return f"{_repr(values)}"  # torch has no guard for what `_repr` returns; a string of it needs none
+
+
 _PLACE = 0  # where a tensor or number belongs
 _IN_TEXT = (bool, str, type(None))
 
@@ -121,8 +126,7 @@ def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
 
     The text is that of Python, with 0 for a leaf. torch traces this function.
     """
-    # torch has no guard for what `_repr` returns; a string of it needs none.
-    return f"{_repr(_places(values, leaves))}"
+    return text_of_constants(_places(values, leaves))
 
 
 def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:

@@ -1,9 +1,12 @@
 """A call inside a user's own torch.compile.
 
-torch traces these functions into the user's graph. It cannot trace how ranges are computed, so `_planned_blocks` does
-that behind its back, in plain Python: it gets the mask as data, names and numbers and tensors, and what it does with
-the tensors becomes part of the user's graph too. So blocks are planned at each run, on the device, from the tensors of
-that run.
+torch cannot trace how ranges are computed, and takes long to read Python. So what torch reads here only makes data of
+the call: names, numbers and tensors. `_attend` gets them in plain Python, chooses a backend, plans the blocks and calls
+the kernel; what it does with the tensors becomes part of the user's graph. So blocks are planned at each run, on the
+device, from the tensors of that run.
+
+Two kinds of calls torch must read itself, by `_run_traced`: those with functions that only torch can read, as those of
+a score that was not made a Score outside, and those by slices, whose checkpoints it has to see.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from flexmasks.backends import (
     sdpa,
     tiles_operator,
 )
-from flexmasks.backends.call import Call, Result, exports_any_length
+from flexmasks.backends.call import HALF_DTYPES, Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
-from flexmasks.graphs import Flat, in_graph
+from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
@@ -70,12 +73,12 @@ _BITS = "bits"  # begins the data of a mask whose bits are known, see `Described
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Run a call by operations that torch can trace. The result may or may not have the call's sinks, see Result."""
     request, size = _checked(q, k, v, request)
-    mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
-    if 0 in q.shape or 0 in k.shape:
-        return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
-    if plain.in_onnx_export():
-        return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
+    mask, score = from_arguments(request.mask, request.score, request.params)
     q_offset, block_mask = cast(int | Tensor, request.q_offset), None
+    if 0 in q.shape or 0 in k.shape:
+        return Result(*_without_pairs(q, k, v, mask, score, unread(size, q_offset), request.return_lse))
+    if plain.in_onnx_export():
+        return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     if request.block_mask is not None:
         block_mask = widened(request.block_mask)
         of_mask = _data_of_block_mask(block_mask, q.device)
@@ -83,41 +86,63 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         of_mask = data_of(mask, q.device), q_offset, None, ()
     score_data, facts = _data_of_score(score, q.device), _facts_of(q, k, v, request, score)
-    arguments = of_mask, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
-    if of_mask[0] == _UNKNOWN or (score is not None and score_data == _UNKNOWN) or not compat.IS_TESTED:
-        return _run_traced(request, mask, score, block_mask, size, *arguments)
-    lists = () if block_mask is None else lists_of(block_mask)
-    options = compat.constants(tuple((request.kernel_options or {}).items()))
-    results = _attend(request.backend, request.sink_logits, lists, options, *arguments)
-    has_sinks = request.sink_logits is not None
-    return Result(results[0], results[1] if request.return_lse else None, has_sinks=has_sinks)
+    scale = compat.constants(request.scale)
+    arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
+    if of_mask[0] != _UNKNOWN and (score is None or score_data != _UNKNOWN) and compat.IS_TESTED:
+        data, offset, block_size, sizes = of_mask
+        lists = () if block_mask is None else lists_of(block_mask)
+        options = compat.constants(tuple((request.kernel_options or {}).items()))
+        constants = text_of_constants((request.backend, block_size, sizes, *facts))
+        given = data, offset, score_data, q_offset, q, k, v, scale
+        results = _attend(constants, request.sink_logits, lists, options, *given)
+        if results[0].ndim:
+            lse = results[1] if request.return_lse else None
+            return Result(results[0], lse, has_sinks=request.sink_logits is not None)
+    return _run_traced(request, mask, score, block_mask, size, *arguments)
 
 
 @in_graph
 def _attend(
-    backend: str, sinks: Tensor | None, lists: tuple[Tensor, ...], options: tuple[Any, ...], *arguments: Any
+    constants: str,
+    sinks: Tensor | None,
+    lists: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    data: Any,
+    offset: int | Tensor,
+    score_data: Any,
+    q_offset: int | Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Return output, and lse if it is wanted, of a call whose functions are data.
 
+    The result is a tensor without dimensions if torch must trace the call: by slices, which are checkpointed.
+
+    constants: the text of the backend's name, the size of given blocks, the sizes of the mask, and `_Facts`.
     sinks: logits that are folded into both.
     lists: those of given blocks.
     options: the items of kernel_options.
     """
     with _errors_logged():
-        _, _, q_offset, q, k, v, *_ = arguments
+        backend, block_size, sizes, *facts = value_of_text(constants)
+        of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
-            _check_at_example(arguments[0][0], unread(_size(q, k), q_offset))
-        call = _call_of(*arguments)
+            _check_at_example(data, unread(_size(q, k), q_offset))
+        call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
         name, ways = _choice(backend, call)
         if name in _DIRECT:
             own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
             out, lse = _DIRECT[name](call)(q, k, v, *own)
             sinks = None if own else sinks
         elif name == "reference":
-            out, lse = _by_reference(call, lists, *arguments)
+            if q.device.type != "cpu" or compat.transforms_active():
+                return (torch.empty(()),)
+            out, lse = _by_tiles(call, lists, of_mask, score_data)
         else:
-            mask_mod, score_mod = _functions_of(call, arguments[0], name, ways)
-            block_mask = _block_mask_of(call, lists, arguments[0], name, mask_mod)
+            mask_mod, score_mod = _functions_of(call, of_mask, name, ways)
+            block_mask = _block_mask_of(call, lists, of_mask, name, mask_mod)
             if not call.needs_grad:
                 q, k, v = q.detach(), k.detach(), v.detach()
             how = call.scale, dict(options), call.with_lse, block_mask, score_mod
@@ -154,30 +179,23 @@ def _functions_of(
     return mods[0], None if call.score is None else mods[1]
 
 
-def _by_reference(
-    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], score_data: Any, *_: Any
+def _by_tiles(
+    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], score_data: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse by tiles, as one operator, or by slices.
+    """Return output and lse of the reference, as one operator.
 
-    The operator runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks
-    in a program for any length would tie it to a range of lengths, and slices reach all keys.
+    It runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks in a
+    program for any length would tie it to a range of lengths.
     """
-    q, k, v = call.q, call.k, call.v
-    (data, offset, _, sizes), block_mask = of_mask, None
-    has_tiles = q.device.type == "cpu" and not compat.transforms_active()
-    if lists or (has_tiles and not compat.is_exporting()):
+    (data, offset, _, sizes), block_size = of_mask, (1, 1)
+    blocks: tuple[Tensor, ...] = ()
+    if lists or not compat.is_exporting():
         block_mask = _block_mask_of(call, lists, of_mask, "reference", noop_mask)
-    if has_tiles:
-        blocks = () if block_mask is None else of_block_mask(block_mask)
-        block_size = (1, 1) if block_mask is None else block_mask.BLOCK_SIZE
-        score = None if call.score is None else score_data
-        visible = data if data[0] == _BITS else ("mask", data, offset, sizes)
-        described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
-        return tiles_operator.attend(q, k, v, blocks, described)
-    mask_mod, score_mod = _functions_of(call, of_mask, "reference", (0, 0))
-    of_scores = None if score_mod is None else over_indices(score_mod, (0,))
-    functions = OverIndices(over_indices(mask_mod), of_scores)
-    return reference.attend(q, k, v, score_mod, block_mask, call.scale, functions)
+        block_size, blocks = block_mask.BLOCK_SIZE, of_block_mask(block_mask)
+    visible = data if data[0] == _BITS else ("mask", data, offset, sizes)
+    score = None if call.score is None else score_data
+    described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
+    return tiles_operator.attend(call.q, call.k, call.v, blocks, described)
 
 
 def _run_traced(
@@ -191,7 +209,7 @@ def _run_traced(
     """Run a call with a function that only torch's tracing can read."""
     of_mask, score_data, q_offset, q, k, v, _, facts = arguments
     place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
-    name = _NAMES[place]
+    name, mask, score, size = _NAMES[place], _with_constants(mask), _with_constants(score), unread(size, q_offset)
     if block_mask is None:
         mask = cast(Mask, mask)
         mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name, way_of_mask), _held(q_offset, name))
@@ -209,7 +227,7 @@ def _run_traced(
     if name == "reference":
         out, lse = _by_traced_reference(q, k, v, request, of_mask, score_data, block_mask, mask_mod, score_mod)
         return Result(out, lse if request.return_lse else None)
-    if not _Facts(*facts).needs_grad:
+    if not facts.needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
     given = request.scale, request.kernel_options, request.return_lse
     attend = compat.flex_attention
@@ -218,14 +236,12 @@ def _run_traced(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Request, Size]:
     """Check all but mask and score; a symbolic number that says where queries start becomes a tensor."""
-    q_offset = cast(int | Tensor, request.q_offset)
-    size = unread(checked(q, k, v, request), q_offset)
+    q_offset, size = cast(int | Tensor, request.q_offset), checked(q, k, v, request)
     if isinstance(q_offset, int):
         if compat.has_static_value(q_offset):
             q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
         else:
             q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
-            size = unread(size, q_offset)
         request = request._replace(q_offset=q_offset)
     return request, size
 
@@ -379,7 +395,7 @@ def _call_of(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    facts: tuple[bool, ...],
+    facts: Sequence[bool],
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
@@ -472,7 +488,7 @@ def _planned_blocks(
     data: the mask as `data_of` returns it.
     """
     with _errors_logged():
-        kept = compat.kept_with_graph()
+        kept = compat.kept_with_graph(q)
         values: list[Any] = []
         sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
         key = None if kept is None else _key_of((data, q_offset, q.device, *sizes), values)
@@ -569,4 +585,5 @@ def _size(q: Tensor, k: Tensor, sizes: tuple[int, ...] = ()) -> Size:
     """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads = sizes or q.shape[:2]
-    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype)
+    approximate = q.is_cuda and q.dtype in HALF_DTYPES
+    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
