@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import decode, fa4, fa4_package
-from flexmasks.backends.call import OUTCOMES, Replay, Result, Unavailable, first_line
+from flexmasks.backends import decode, fa4_package
+from flexmasks.backends.call import Pages, Result
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
-from flexmasks.cache import ENTRY, FACT, PLANS, Part
+from flexmasks.backends.table import choose, why_not
+from flexmasks.backends.table import run as run_on_backend
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.calls import keep, key_and_tensors, run, run_again, unseen
-from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.paged import paged
 from flexmasks.planned import (
@@ -31,7 +33,6 @@ from flexmasks.planned import (
     under_autocast,
     with_sinks_of,
 )
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
@@ -46,13 +47,11 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.gathered import parts_of
-from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.plans.sizes import is_captured
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
-from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
@@ -144,11 +143,12 @@ def _run_pages(
     known: the call's key and tensors, if a replay may be kept.
     """
     if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
-        replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-        if result is not None:
-            if known is not None and replay is not None:
-                keep(*known, *replay)
-            return result
+        ran = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+        if ran is not None:
+            result, planned = ran
+            if known is not None and result.replay is not None:
+                keep(*known, result.replay, planned)
+            return result.out, result.lse
     return _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)
 
 
@@ -282,17 +282,11 @@ def _run_mixed(
 
 
 def _run_in_pages(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    request: Request,
-) -> tuple[tuple[Replay, Planned] | None, tuple[Tensor, Tensor | None] | None]:
-    """Run a checked call by a kernel that reads each sequence's own pages only.
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Result, Planned] | None:
+    """Run a checked call by a backend that reads each sequence's own pages only, or return None if there is none.
 
-    Returns the replay with its plans, and output and lse. Both are None if no such kernel can run it, and the replay is
-    None if the kernel failed and another backend ran the call. See `_run_pages`.
+    The result has no replay if such backends failed, and the call ran without pages. See `_run_pages`.
     """
     page_size = k_cache.shape[1]
     length = page_table.shape[1] * page_size
@@ -306,39 +300,17 @@ def _run_in_pages(
         if not is_captured(q.device):  # errors of the table and the lengths name the arguments of the call
             _check_pages(q, k_cache, page_table, kv_lens)
         raise
-    call, name = planned.call, request.backend
-    kind = "pages", call.kind
-    band = None
-    if are_last and isinstance(planned.mask, MaskPlan) and name != "decode":
-        band = band_of(cast(Mask, request.mask), unread(planned.mask.size, kv_lens))
-    is_for_fa4 = fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None
-    decode_kind = "pages of decode", call.kind
-    is_for_decode = name != "fa4" and decode.refuses(call) is None and OUTCOMES.get(decode_kind) is None
-    if not (is_for_fa4 or is_for_decode):
-        return None, None
+    pages = Pages(k_cache, v_cache, page_table, kv_lens, cast(Mask, request.mask), are_last)
+    call, name = replace(planned.call, pages=pages), request.backend
+    if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
+        return None
     if not is_captured(q.device):  # the values of the table are checked
         _check_pages(q, k_cache, page_table, kv_lens)
-    replay: Replay
-    if is_for_fa4:
-        replay = fa4.PagedCall.of(call, cast(Band, band), kv_lens, page_table, k_cache, v_cache)
-        try:
-            return (replay, planned), replay(q, k_cache, v_cache)
-        except Unavailable as error:
-            OUTCOMES.put(kind, (), f"it failed before: {error}", FACT)
-            _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
-    if not is_for_decode:
-        return None, None
-    try:
-        replay = decode.replay_of(call, page_table, page_size, are_last)
-        return (replay, planned), replay(q, k_cache, v_cache)
-    except Exception as error:  # kernels raise errors of any type
-        if name != "auto" or passing_error(error) is not None:
-            raise
-        result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
-        why = first_line(error)
-        OUTCOMES.put(decode_kind, (), f"it failed before: {why}", FACT)
-        _log.warning("backend 'decode' reads no pages and is left out for such calls: %s", why)
-        return None, result
+
+    def without_pages() -> Result:
+        return Result(*_run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request))
+
+    return run_on_backend(call, name, without_pages), planned._replace(call=call)
 
 
 def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: Tensor) -> Planned:

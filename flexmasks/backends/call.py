@@ -19,6 +19,7 @@ from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.spec.bands import Sequences
+from flexmasks.spec.values import Mask
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
@@ -96,6 +97,26 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Pages:
+    """The pages of a call whose k and v lie in them, as `flexmasks.paged_attention` takes them.
+
+    mask: inside a sequence, without its length.
+    are_last: the queries are the last ones of each sequence.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor
+    lens: Tensor
+    mask: Mask
+    are_last: bool
+
+    @property
+    def size(self) -> int:
+        return self.k_cache.shape[1]
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of attention, checked and planned. Work that only some backends need is done when they ask for it."""
 
@@ -112,12 +133,18 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None
+    pages: Pages | None = None  # then k and v have the sizes of the keys of a sequence, and no values
     is_traced: bool = False  # torch.compile traces the call: tensors have no values, and lengths may be symbolic
 
     @property
     def parts(self) -> list[Any]:
         """The mask, and the score change if there is one."""
         return [self.mask] if self.score is None else [self.mask, self.score]
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """What a replay of the call takes for k and v: these, or the caches that hold their pages."""
+        return (self.k, self.v) if self.pages is None else (self.pages.k_cache, self.pages.v_cache)
 
     @property
     def what(self) -> str:
@@ -166,7 +193,8 @@ class Call:
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
         starts_by_tensor = isinstance(self.q_offset, Tensor)
-        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], starts_by_tensor
+        in_pages = self.pages is not None
+        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], starts_by_tensor, in_pages
         layouts = tuple(map(_layout, (q, self.k, self.v)))
         return self.kernel_key, q.dtype, q.device, sizes, flags, layouts
 

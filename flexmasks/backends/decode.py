@@ -6,7 +6,6 @@ On a GPU, a mask that is a band is no tensor: the kernel gets its numbers.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from flexmasks.backends import decode_cpu, decode_gpu
 from flexmasks.backends.call import TRANSFORMED, Call, Result, transformed
@@ -85,18 +84,8 @@ def plan(call: Call) -> str:
 def run(call: Call) -> Result:
     """Run the call."""
     replay = replay_of(call)
-    return Result(*replay(call.q, call.k, call.v), replay)
+    return Result(*replay(call.q, *call.kv), replay)
 
 
-def replay_of(
-    call: Call, table: Tensor | None = None, page_size: int = 0, are_last: bool = False
-) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
-    """Return a call without q, k and v.
-
-    With a page table, int [B, P], it is called with caches [n_pages, page_size, Hkv, D or Dv] in place of k and v.
-
-    are_last: the queries are the last ones of each sequence.
-    """
-    if call.q.device.type in _ON_GPU:
-        return decode_gpu.GpuDecode.of(call, table, are_last)
-    return decode_cpu.CpuDecode.of(call, None if table is None else decode_cpu.Pages(table.detach(), page_size))
+def replay_of(call: Call) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
+    return decode_gpu.GpuDecode.of(call) if call.q.device.type in _ON_GPU else decode_cpu.CpuDecode.of(call)

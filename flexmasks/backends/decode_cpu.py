@@ -50,7 +50,7 @@ class _Part(NamedTuple):
     keys: slice
 
 
-class Pages(NamedTuple):
+class _Pages(NamedTuple):
     """Places of each batch element's keys in a paged cache."""
 
     table: Tensor  # int[B, P], the page with the keys from p * size on
@@ -90,15 +90,14 @@ class CpuDecode(Replay):
     parts: list[_Part]
     scale: float | None
     with_lse: bool
-    pages: Pages | None = None
+    pages: _Pages | None = None
 
     @property
     def nbytes(self) -> int:
         return self.visible.nbytes + self.added.nbytes
 
     @classmethod
-    def of(cls, call: Call, pages: Pages | None = None) -> CpuDecode:
-        """Return the call. With `pages`, it is called with whole caches in place of k and v."""
+    def of(cls, call: Call) -> CpuDecode:
         q, k = call.q, call.k
         visible = cast(MaskPlan, call.mask).whole.visible
         score_mod = None if call.score is None else call.score.mod()
@@ -114,10 +113,10 @@ class CpuDecode(Replay):
             added=_grouped(added, q.shape[1], k.shape[1]),
             shows=not is_bias or shows(added),
             score_mod=score_mod,
-            parts=_parts(visible, k, pages is not None),
+            parts=_parts(visible, k, call.pages is not None),
             scale=call.scale,
             with_lse=call.with_lse,
-            pages=pages,
+            pages=None if call.pages is None else _Pages(call.pages.table.detach(), call.pages.size),
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -64,19 +64,15 @@ class GpuDecode(Replay):
         return self.mask.nbytes + (0 if self.added is None else self.added.nbytes)
 
     @classmethod
-    def of(cls, call: Call, table: Tensor | None = None, are_last: bool = False) -> GpuDecode:
-        """Return the call.
-
-        are_last: the queries are the last ones of each sequence.
-        """
-        intervals = call.mask.intervals
+    def of(cls, call: Call) -> GpuDecode:
+        intervals, are_last = call.mask.intervals, call.pages is not None and call.pages.are_last
         mask: Whole | Intervals
         if intervals is None:
             mask = cast(MaskPlan, call.mask).whole
         else:
             mask = intervals.with_tensors(None, intervals.lens) if are_last else intervals
         added = None if call.score is None or call.cap is not None else cast(ScorePlan, call.score).added
-        pages = None if table is None else table.detach()
+        pages = None if call.pages is None else call.pages.table.detach()
         return cls(mask, added, call.cap, call.scale, call.with_lse, pages, _as_table(pages))
 
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:

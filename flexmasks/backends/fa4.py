@@ -15,6 +15,7 @@ from flexmasks.backends import fa4_kernel, fa4_package
 from flexmasks.backends.call import (
     Call,
     Maker,
+    Pages,
     Replay,
     Result,
     Unavailable,
@@ -25,9 +26,11 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.intervals import Intervals
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.windows import Window
-from flexmasks.spec.bands import Band, Sequences
+from flexmasks.spec.bands import Band, Sequences, band_of
 
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
@@ -41,6 +44,8 @@ def refuses(call: Call) -> str | None:
     reason = fa4_package.refuses_package(call)
     if reason is not None:
         return reason
+    if call.pages is not None:
+        return _refuses_pages(call, call.pages)
     if fa4_package.is_small(call.q.device) and call.needs_grad and call.cap is not None:
         return f"on compute capability {fa4_package.SMALL} its backward pass takes no score changes"
     if call.mask.window is None:
@@ -102,6 +107,9 @@ def _refuses_numbers(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
+    if call.pages is not None:
+        paged = PagedCall.of(call, call.pages)
+        return Result(*paged(call.q, *call.kv), paged)
     _announce(call)
     if call.mask.window is None:
         started = StartedCall.of(call)
@@ -263,18 +271,20 @@ class DirectCall(Replay):
 # --- pages ---
 
 
-def refuses_pages(call: Call, band: Band | None) -> str | None:
-    """Return why a call cannot read pages here, or None.
+def _band_in(pages: Pages, call: Call) -> Band | None:
+    """Return the mask inside a sequence as a window, or None."""
+    band = band_of(pages.mask, unread(cast(MaskPlan, call.mask).size, pages.lens))
+    return None if band is None or band.sequences is not None else band
 
-    Its queries are the last ones of each sequence. band: the mask inside a sequence.
-    """
-    if band is None or band.sequences is not None:
-        return "it knows only windows"
-    if call.needs_grad:
-        return "its kernel for pages has no gradients"
+
+def _refuses_pages(call: Call, pages: Pages) -> str | None:
     if fa4_package.is_small(call.q.device):
         return f"on compute capability {fa4_package.SMALL} it reads no pages"
-    return fa4_package.refuses_package(call) or _refuses_numbers(call)
+    if call.needs_grad:
+        return "its kernel for pages has no gradients"
+    if not pages.are_last:
+        return "from pages it takes the last queries of each sequence"
+    return "it knows only windows" if _band_in(pages, call) is None else _refuses_numbers(call)
 
 
 @dataclass(frozen=True)
@@ -303,14 +313,13 @@ class PagedCall(Replay):
         return self.table.nbytes if self.parts > 1 else 0
 
     @classmethod
-    def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor) -> PagedCall:
-        """Return the call for caches of these layouts."""
-        q_len, room = call.q.shape[2], call.k.shape[2]
+    def of(cls, call: Call, pages: Pages) -> PagedCall:
+        band, q_len, room = cast(Band, _band_in(pages, call)), call.q.shape[2], call.k.shape[2]
         left = None if band.left is None or band.left >= room - 1 else band.left
         right = None if band.right is None or band.right >= q_len - 1 else band.right
-        parts = _parts_of_pages(k_cache, v_cache)
+        numbers, parts = (left, right, call.scale, call.cap, call.with_lse), _parts_of_pages(*call.kv)
         _announce(call, "pages")
-        return cls._made((left, right, call.scale, call.cap, call.with_lse), parts, (lens.detach(), table.detach()))
+        return cls._made(numbers, parts, (pages.lens.detach(), pages.table.detach()))
 
     @classmethod
     def _made(cls, numbers: tuple[Any, Any, Any, Any, bool], parts: int, pages: tuple[Tensor, Tensor]) -> PagedCall:

@@ -54,13 +54,17 @@ class Backend:
     why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
     blocks: Callable[[Call], Blocks] = lambda call: call.mask.blocks()  # blocks of the size that its kernel takes
     plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
+    reads_pages: bool = False
 
 
 BACKENDS = {
     b.name: b
     for b in (
-        Backend("fa4", fa4.refuses, fa4.run, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan),
-        Backend("decode", decode.refuses, decode.run, plan=decode.plan),
+        Backend(
+            "fa4", fa4.refuses, fa4.run, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan,
+            reads_pages=True,
+        ),
+        Backend("decode", decode.refuses, decode.run, plan=decode.plan, reads_pages=True),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend(
             "flash", flash.refuses, flash.run, flash.adds_in_any_order, flash.compiles, _FLEX_RECOMPILES_ON,
@@ -103,7 +107,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
-    if not call.is_cuda:
+    if not call.is_cuda or call.pages is not None:
         return list(BACKENDS.values())
     own = "decode" if _is_decoding(call) else "dense" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
@@ -152,6 +156,8 @@ def _reason_against(backend: Backend, call: Call) -> str | None:
 def why_not(name: str, call: Call) -> str | None:
     """Return why a backend cannot run a call, torch's deterministic mode included, or None."""
     backend = BACKENDS[name]
+    if call.pages is not None and not backend.reads_pages:
+        return "it reads no pages"
     sums = backend.adds_in_any_order(call) if must_be_deterministic() else None
     if sums is not None:
         return f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
@@ -176,8 +182,10 @@ def check(call: Call, name: str) -> None:
         raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
 
 
-def run(call: Call, name: str) -> Result:
+def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) -> Result:
     """Run a call on a named backend, or for "auto" on the fastest one.
+
+    otherwise: runs for "auto" a call that no backend can run.
 
     If a backend fails with "auto", the next one runs the call, and a warning is logged. An error of missing memory is
     raised instead: another backend would hide it, and might take many times as long. So is the error by which torch's
@@ -205,6 +213,11 @@ def run(call: Call, name: str) -> Result:
         for name, failure in failures.items():
             _leave_out(name, call, failure)
         warn_of_order(backend.name, call)
+        return result
+    if otherwise is not None:
+        result = otherwise()
+        for name, failure in failures.items():
+            _leave_out(name, call, failure)
         return result
     # No backend can run the call, so it is itself wrong, such as by a function of the user's that raises.
     for failure in failures.values():
