@@ -187,7 +187,7 @@ class Launches(dict[Hashable, _Launch]):
 
 
 # What the library remembers, all of it:
-# - of kinds of masks, scores and calls, which differ in the values of tensors only: recorded programs, renewals, what
+# - of kinds of masks, scores and calls, which differ in the values of tensors only: recorded programs, calls, what
 #   numbers came, which backends failed, and other facts;
 KINDS = Cache(max_bytes=1 << 30)
 # - of these tensors: blocks, other forms of masks and scores, layouts, and calls with all that they read. The blocks of

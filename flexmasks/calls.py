@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flexmasks import checkpointing, compat
 from flexmasks.backends.call import Refused, Replay, Result
+from flexmasks.backends.call_kind import CallKind, call_kind_of
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.renewal import Renewal, renewal_of
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part
 from flexmasks.canvas import Tiles, tiles_for
@@ -59,10 +59,10 @@ from flexmasks.spec.values import Mask, Score
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Part[Renewal] = Part(KINDS, "renewals")
+_CALL_KINDS: Part[CallKind] = Part(KINDS, "calls")
 _SCALES = float, int, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
-_RENEWED_ON = ("cuda",)
+_KINDS_ON = ("cuda",)
 _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 
 
@@ -299,20 +299,20 @@ def run_again(
     result = None if replay is None else _replayed(replay, q, k, v, sinks)
     if replay is not None and result is None:
         _REPLAYS.drop(key, tensors)
-        _RENEWALS.drop((key, *_layouts(tensors)))
+        _CALL_KINDS.drop((key, *_layouts(tensors)))
     return result
 
 
 def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned) -> None:
-    """Keep a call's replay, for the same tensors, and its renewal, for others."""
+    """Keep a call's replay, for the same tensors, and its kind, for others."""
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
     if not tensors:
         return
-    renewal = renewal_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
-    if renewal is not None:
-        _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
+    kind = call_kind_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
+    if kind is not None:
+        _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
 
 
 def _forms_of(replay: Replay, planned: Planned, tensors: list[Tensor]) -> list[Form] | None:
@@ -345,13 +345,13 @@ def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | No
 def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
     """Return the replay of a call with these tensors.
 
-    It is renewed from a call with other tensors of their kind, if there is one.
+    A call with other tensors of their kind makes it, if there is one.
     """
     replay = _REPLAYS.get(key, tensors)
-    if replay is None and tensors and device.type in _RENEWED_ON:
-        renewal = _RENEWALS.get((key, *_layouts(tensors)))
-        if renewal is not None:
-            replay = renewal(tensors)
+    if replay is None and tensors and device.type in _KINDS_ON:
+        kind = _CALL_KINDS.get((key, *_layouts(tensors)))
+        if kind is not None:
+            replay = kind(tensors)
             copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
             _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + copied)
     return replay

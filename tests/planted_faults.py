@@ -367,7 +367,7 @@ FAULTS: list[Fault] = [
         ("tests/test_decode.py::test_plans_whose_mask_and_score_change",),
     ),
     Fault(
-        "backends/renewal.py",
+        "backends/call_kind.py",
         "form.program is None or any(id(t)",
         "any(id(t)",
         ("tests/test_plans.py::test_new_tensors_at_every_step",),

@@ -490,7 +490,7 @@ def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("renews", [False, True])
 def test_new_tensors_in_data(renews: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if renews:
-        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
 
     def mask(chosen: Tensor) -> Function:
         return lambda b, h, q, kv: (chosen[q] == kv).any(-1) | (q == kv)

@@ -66,7 +66,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
-        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_CAPTURED_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_Captured", Played)
         monkeypatch.setattr(recorded, "_is_current", lambda device: True)

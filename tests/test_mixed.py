@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(pages, "_GATHERS_ON", ())
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
-        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
     flexmasks.clear_caches()
     with torch.device(request.param.partition(",")[0]):
         yield request.param

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from benchmarks import private_torch
 from flexmasks import Mask, calls, get_mask, planned
+from flexmasks.backends.call_kind import CallKind
 from flexmasks.backends.flex import CompiledCall
-from flexmasks.backends.renewal import Renewal
 from flexmasks.plans import mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
@@ -86,7 +86,7 @@ TURNS = ("from the start", "renewed")
 def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew calls on a CPU as on a GPU, or not."""
     if request.param == "renewed":
-        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
 
 
 def qkv(device: str, requires_grad: bool = False, kind: str = "") -> list[Tensor]:
@@ -483,17 +483,17 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         block_mask = of_mask.block_mask()
     runner: Any = None
     call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
-    renewal = Renewal(call, [of_mask.form("blocks")], aliases, numbers)
+    kind = CallKind(call, [of_mask.form("blocks")], aliases, numbers)
     for n in (50, 7):
         mask, numbers = two_windows(n)
-        renewed = cast(CompiledCall, renewal(numbers)).block_mask.mask_mod
+        renewed = cast(CompiledCall, kind(numbers)).block_mask.mask_mod
         shape = BATCH, HEADS, LENGTH, LENGTH
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 
 
 @pytest.mark.slow
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
     q = torch.randn(BATCH, HEADS, LENGTH, 32)
     flexmasks.clear_caches()
     assert calls.plan_again(q, q, q, Request(params={}, **NEW["documents"]("cpu"))) is None

@@ -224,7 +224,7 @@ def test_call_of_fa4(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with other starts are made from the first one, which is not kept alive."""
     _takes_the_place_of_fa4(monkeypatch)
-    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu",))
+    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
     plans: list[Any] = []
     plan_call = planned.plan_call
     monkeypatch.setattr(planned, "plan_call", lambda *a: plans.append(a) or plan_call(*a))

@@ -169,7 +169,7 @@ def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest
 @pytest.mark.parametrize("learns", [False, True])
 def test_changes_of_views_are_noticed(learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """A view changes with the tensor that it is of, also where a GPU would renew the call."""
-    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu",))
+    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
     q, k, v = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=learns) for _ in range(3))
     ids = torch.arange(2 * LENGTH) // 23
     view = ids[::2]

@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRET
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device of a test, which counts as a GPU."""
     monkeypatch.setattr(dense, "_ON_GPU", ("cpu", "cuda"))
-    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_FACTORED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 1)
     flexmasks.clear_caches()
@@ -319,7 +319,7 @@ def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch)
         if step == 1:
             made.clear()
     assert not made
-    assert flexmasks.cache_info()["kinds"].parts["renewals"].entries > 0
+    assert flexmasks.cache_info()["kinds"].parts["calls"].entries > 0
 
 
 # --- the choice, and sizes ---

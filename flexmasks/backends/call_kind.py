@@ -1,4 +1,4 @@
-"""Calls that are made again with other tensors: the programs of their forms run, and their kernels stay."""
+"""Kinds of calls, which differ in the values of tensors only: the programs of their forms run, their kernels stay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flexmasks.plans.recorded import LOCK, Form, Recorded
 from flexmasks.spec.structure import Aliases, Opaque, in_one_piece
 
 
-class Renewal:
-    """A call that is made again with other tensors, of the layouts of those in whose places they come.
+class CallKind:
+    """All calls that differ from a first one in the values of tensors only, and makes the call with such tensors.
 
     It keeps no tensors but constants of functions.
     """
@@ -86,30 +86,30 @@ class Renewal:
         return compat.raw_stream(device) if on_gpu(device) else 0, *[recorded.turn for recorded in self._recorded]
 
 
-def renewal_of(
+def call_kind_of(
     replay: Replay, forms: Callable[[], Sequence[Form] | None], aliases: Aliases, tensors: Sequence[Tensor]
-) -> Renewal | None:
-    """Return the renewal of a call, or None if it cannot be made again.
+) -> CallKind | None:
+    """Return the kind of a call, or None if the call cannot be made with other tensors.
 
     forms: returns what the call reads, None if that is not known.
     """
     with contextlib.suppress(Opaque):
         known = forms()
-        return None if known is None else Renewal(replay, known, aliases, tensors)
+        return None if known is None else CallKind(replay, known, aliases, tensors)
     return None
 
 
 class Lent(Replay):
     """A call that reads lent memory. It is made when it runs, if another one has been made there since."""
 
-    def __init__(self, renewal: Renewal, tensors: Sequence[Tensor]) -> None:
-        self._renewal, self._tensors = renewal, tensors
+    def __init__(self, kind: CallKind, tensors: Sequence[Tensor]) -> None:
+        self._kind, self._tensors = kind, tensors
         self._call: Replay | None = None
         self._turn: Hashable = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         with LOCK:
-            if self._call is None or self._turn != self._renewal.turn(q.device):
-                self._call = self._renewal.made(self._tensors, lends=True)
-                self._turn = self._renewal.turn(q.device)
+            if self._call is None or self._turn != self._kind.turn(q.device):
+                self._call = self._kind.made(self._tensors, lends=True)
+                self._turn = self._kind.turn(q.device)
             return self._call(q, k, v)
