@@ -26,7 +26,8 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py") if path.name != "
 # Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
-    "sequence_on_paper.py", "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "scaled_masked_softmax.py", "sequence_on_paper.py", "sequence_over_processes.py", "serving.py",
+    "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
