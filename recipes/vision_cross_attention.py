@@ -58,7 +58,8 @@ PICTURE = """
 
 def check_the_picture() -> None:
     """Draw the example, check its picture letter by letter, and its attention against the picture."""
-    mask = flexmasks.get_mask("vision_cross", intervals=[*map(list, INTERVALS)], image_ids=IMAGE_IDS)
+    intervals, image_ids = (torch.tensor(numbers, device=DEVICE) for numbers in (INTERVALS, IMAGE_IDS))
+    mask = flexmasks.get_mask("vision_cross", intervals=intervals, image_ids=image_ids)
     flexmasks.show(mask, len(PICTURE.split()), len(IMAGE_IDS))
     seen = torch.tensor([[letter == "█" for letter in line] for line in PICTURE.split()], device=DEVICE)
     drawn = flexmasks.dense_mask(mask, *seen.shape, device=DEVICE)[0, 0]
