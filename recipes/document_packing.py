@@ -22,6 +22,7 @@ from _measure import (
     ON_GPU,
     Attend,
     attention_rows,
+    check,
     check_attention,
     finish,
     mask_rows,
@@ -59,7 +60,28 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(outs, 2)
 
 
-# %% Check with two sets of documents, then time packing and padding.
+# %% The documents of FlexAttention's own example, at their full size: 4,096, 4,096 and three of 8,192 tokens. SDPA runs
+# each document by itself. The blocks can be counted by hand: a document of n x n blocks of 128 tokens has n on its
+# diagonal, which are partial, and n (n - 1) / 2 below it, which are full. All others are empty.
+def check_the_example() -> None:
+    """Check the output and the blocks of five documents, which make 32,768 tokens."""
+    lengths = [4096, 4096, 8192, 8192, 8192]
+    mask = packed_causal(ids_of(lengths))
+    q, k, v = torch.randn(3, 1, 1, sum(lengths), 64 if ON_GPU else 16, device=DEVICE)
+    documents = zip(*(x.double().split(lengths, 2) for x in (q, k, v)), strict=True)
+    want = torch.cat(
+        [F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True) for one_q, one_k, one_v in documents], 2
+    )
+    check("documents of 4,096, 4,096 and 3 x 8,192 tokens", flexmasks.attention(q, k, v, mask=mask), want)
+
+    blocks = mask.blocks(sum(lengths))
+    diagonals = [n // 128 for n in lengths]
+    counts = {"partial": sum(diagonals), "full": sum(n * (n - 1) // 2 for n in diagonals)}
+    print(f"blocks: {blocks}")
+    assert {"partial": blocks.partial, "full": blocks.full} == counts
+
+
+# %% Check with two sets of documents and at the example, then time packing and padding.
 def main() -> None:
     """Draw, check and time packed documents."""
     file = start(__doc__)
@@ -79,6 +101,8 @@ def main() -> None:
         if attempt == "documents":
             after_first = compiled.count
     assert compiled.count == after_first, "other documents compiled a kernel"
+
+    check_the_example()
 
     heads, total, longest = (16, 32768, 1136) if ON_GPU else (2, 1024, 300)
     lengths = lengths_of_documents(total, longest)

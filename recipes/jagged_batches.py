@@ -38,6 +38,29 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(outs, 2)
 
 
+# %% A second reference: SDPA takes jagged nested tensors too. Torch has no causal form of that on a CPU, so here each
+# sequence sees all of itself. The total length is whatever the sequences add up to, and no multiple of a block.
+def check_against_nested_sdpa(lengths: list[int]) -> None:
+    """Compare outputs and gradients with SDPA's on nested tensors; it rounds as DTYPE does."""
+    heads, size, total = 2, 64, sum(lengths)
+    leaves = [torch.randn(1, heads, total, size, device=DEVICE, dtype=DTYPE).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(1, heads, total, size, device=DEVICE, dtype=DTYPE)
+    mask = flexmasks.packed("full", torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=DEVICE))
+    q, k, v = (nested(list(leaf[0].split(lengths, 1))) for leaf in leaves)
+    outs = {
+        "SDPA": F.scaled_dot_product_attention(q, k, v).values()[None],
+        "nested": flexmasks.attention(q, k, v, mask="full").values()[None],
+        "by offsets": flexmasks.attention(*leaves, mask=mask),
+    }
+    gradients = {
+        who: torch.cat(torch.autograd.grad(out, leaves, upstream, retain_graph=True), 2) for who, out in outs.items()
+    }
+    for who in ("nested", "by offsets"):
+        what = f"{who} against SDPA on nested tensors, {total} tokens"
+        check(f"{what}, output", outs[who], outs["SDPA"])
+        check(f"{what}, gradients", gradients[who], gradients["SDPA"])
+
+
 # %% Check both ways, with gradients, then time packing against padding.
 def main() -> None:
     """Check and time jagged batches."""
@@ -63,6 +86,9 @@ def main() -> None:
     check("nested", torch.cat(list(out.unbind()), 1)[None], want)
     out = flexmasks.attention(*(nested(p) for p in parts), mask="causal").values()[None]
     check("nested, gradients", torch.cat(torch.autograd.grad(out, leaves, upstream), 2), want_gradients)
+    lengths_of_example = random_lengths(16, 1023)
+    check_against_nested_sdpa(lengths_of_example)
+    check_against_nested_sdpa([*lengths_of_example, 1])  # another total: 128 divides at most one of them
 
     if ON_GPU:
         heads, lengths = 16, random_lengths(16, 8192)

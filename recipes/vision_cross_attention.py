@@ -36,11 +36,48 @@ def sees(q: int, kv: int, intervals: list[list[int]], image_ids: list[int]) -> b
     return start <= q < end
 
 
+# %% An example that is small enough to read: three images of three tokens, 12 tokens of text. The first image belongs
+# to all tokens before 7, the second to the same ones but the first, and the third to the others.
+INTERVALS = [(0, 7), (1, 7), (7, 12)]
+IMAGE_IDS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+PICTURE = """
+███······
+██████···
+██████···
+██████···
+██████···
+██████···
+██████···
+······███
+······███
+······███
+······███
+······███
+"""
+
+
+def check_the_picture() -> None:
+    """Draw the example, check its picture letter by letter, and its attention against the picture."""
+    intervals, image_ids = (torch.tensor(numbers, device=DEVICE) for numbers in (INTERVALS, IMAGE_IDS))
+    mask = flexmasks.get_mask("vision_cross", intervals=intervals, image_ids=image_ids)
+    flexmasks.show(mask, len(PICTURE.split()), len(IMAGE_IDS))
+    seen = torch.tensor([[letter == "█" for letter in line] for line in PICTURE.split()], device=DEVICE)
+    drawn = flexmasks.dense_mask(mask, *seen.shape, device=DEVICE)[0, 0]
+    assert torch.equal(drawn, seen), "the mask is not the picture"
+    check_attention(
+        "3 images of 3 tokens, 12 tokens of text",
+        lambda q, k, v: flexmasks.attention(q, k, v, mask=mask),
+        lambda q, k, v: textbook(q, k, v, seen),
+        shape=(1, 2, 12, 16),
+        keys=len(IMAGE_IDS),
+    )
+
+
 # %% Draw, check and time.
 def main() -> None:
     """Draw, check and time the mask."""
     file = start(__doc__)
-    flexmasks.show("vision_cross", 12, 9, intervals=[[2, 6], [6, 9], [8, 12]], image_ids=[0, 0, 0, 1, 1, 1, 2, 2, -1])
+    check_the_picture()
 
     text = CHECKED_SHAPE[2]
     intervals = [[100, 400], [400, 700], [650, 900], [900, text]]  # the first 100 tokens see no image, 50 see two

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -26,7 +28,8 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py") if path.name != "
 # Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
-    "sequence_on_paper.py", "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "scaled_masked_softmax.py", "sequence_on_paper.py", "sequence_over_processes.py", "serving.py",
+    "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
@@ -88,6 +91,53 @@ def test_it_has_the_parts_of_a_recipe(name: str) -> None:
     assert f"| [{name}]({name}) | {summary} |" in (FOLDER / "README.md").read_text()
     assert text.count("\n# %%") >= 2
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+
+
+def _systems() -> list[list[str]]:
+    """Return the cells of the table of systems in recipes/README.md."""
+    table = (FOLDER / "README.md").read_text().split("| system | recipe | notebook | test | figures |\n")[1]
+    lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[1:])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _links(cell: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", cell)
+
+
+@pytest.mark.parametrize("row", _systems(), ids=lambda row: row[0])
+def test_a_system_has_what_its_row_names(row: list[str]) -> None:
+    """`test_it_runs` runs each of these recipes, and test_notebooks.py each notebook."""
+    system, recipes, notebooks, test, figures = row
+    assert set(_links(recipes)) <= set(RECIPES)
+    assert all((FOLDER / notebook).is_file() for notebook in _links(notebooks))
+    assert _links(recipes) or _links(notebooks), f"{system} is nowhere"
+    for cell in (recipes, notebooks):
+        assert _links(cell) or cell == "none"
+
+    (file,), (name,) = _links(test), re.findall(r"`(\w+)`", test)
+    functions = [x.name for x in ast.parse((FOLDER / file).read_text()).body if isinstance(x, ast.FunctionDef)]
+    assert name in functions
+
+    (page, _, section), *others = (link.partition("#") for link in _links(figures))
+    assert not others
+    text = (FOLDER / page).read_text()
+    if section and page == "results/README.md":
+        (recipe, *_) = _links(recipes)
+        assert section == recipe.replace(".", "")
+        times = text.split(f"## [{recipe}](../{recipe})")[1].split("\n## ")[0]
+        assert " ms" in times, "nothing was measured"
+    else:
+        assert "ms" in text
+
+
+def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
+    named = {recipe for row in _systems() for recipe in _links(row[1])}
+    others = {
+        "hugging_face_packing.py", "packed_language_model.py", "sequence_on_paper.py", "sequence_over_processes.py",
+        "serving.py",
+    }  # fmt: skip
+    assert named | others == set(RECIPES)
+    assert not named & others
 
 
 def stored() -> dict[str, dict[str, Any]]:

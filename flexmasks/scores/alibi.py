@@ -50,6 +50,8 @@ def alibi(
 ) -> Tensor:
     """Scores minus a slope of each head times the distance (ALiBi).
 
+    FlexAttention's example adds the slope times (q - kv), a bonus for distant keys; the paper subtracts it, as here.
+
     slopes: one for each query head, in score - slopes[h] * (q - kv). By default the slopes of the paper, if the number
         of heads is known; a score_mod of torch's own flex_attention needs `slopes`. A tensor that requires a gradient
         gets one.
