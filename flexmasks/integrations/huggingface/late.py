@@ -64,7 +64,7 @@ class LateMask(compat.BlockMask):
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return LateMask(self.parts.changed(lambda m: m.to(device)), q_offset, self.shape, torch.device(device))
+        return LateMask(self.parts.to(device), q_offset, self.shape, torch.device(device))
 
     def to_dense(self) -> Tensor:
         """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
