@@ -213,8 +213,8 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
         return _run_eagerly(q, k, v, unwrapped(q, k, request))
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
-    launch = None if key is None else held.launch(key)
     captured = bool(held.tensors) and is_captured(q.device)
+    launch = None if key is None or (captured and held.of_one_step) else held.launch(key)
     if key is not None and launch is not None:
         launch.is_captured |= captured
         again = _replayed(launch.replay, q, k, v, sinks)

@@ -87,7 +87,7 @@ class HeldPlan:
     launches: dict[Hashable, Launch] = field(default_factory=dict, repr=False)
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     is_own: bool = False
-    of_one_step: bool = False  # made anew at each step, never updated: its calls take what those of earlier plans made
+    of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _versions: list[int] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,15 +99,17 @@ class HeldPlan:
         if structure.unreadable or not structure.is_whole or is_global or learns:
             return
         if leaves.tensors:
-            self._copy_tensors(structure, leaves)
+            self._own_tensors(structure, leaves)
         if self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
         self.is_own = True
 
-    def _copy_tensors(self, structure: Structure, leaves: Leaves) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            own = [t.detach().clone(memory_format=torch.contiguous_format) for t in leaves.tensors]
-        self.mask, self.score, self.q_offset = structure.fill(own)
+    def _own_tensors(self, structure: Structure, leaves: Leaves) -> None:
+        own = leaves.tensors
+        if not self.of_one_step or any(t.is_inference() for t in own):  # those of inference mode have no versions
+            with torch.inference_mode(False), torch.no_grad():
+                own = [t.detach().clone(memory_format=torch.contiguous_format) for t in own]
+            self.mask, self.score, self.q_offset = structure.fill(own)
         for place, tensor in zip(leaves.places, own, strict=True):
             name = "q_offset" if tensor is self.q_offset else "" if place is None else place.name
             self.tensors.setdefault(name, []).append(tensor)

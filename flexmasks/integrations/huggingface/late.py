@@ -23,8 +23,8 @@ class LateMask(compat.BlockMask):
     """The plan of a step, as transformers hands it on: a tensor or a BlockMask with a shape of four dimensions.
 
     parts: what the mask is made of.
-    plan: the plan that layers pass to `flexmasks.attention`; the first one plans for all. It has copies of the mask's
-        tensors, and no device, because layers may lie on several.
+    plan: the plan that layers pass to `flexmasks.attention`; the first one plans for all. It has no device, because
+        layers may lie on several.
     shape: (batch, 1, queries, keys).
     device: the device of the model's tensors, and of the mask as booleans.
     """
