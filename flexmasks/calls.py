@@ -185,8 +185,14 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
         return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
         request = _with_plain_tensors(request)
+    return _run_given(q, k, v, request, key_and_tensors(q, k, v, sinks_of(request)[1]))
+
+
+def _run_given(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, known: tuple[Hashable, list[Tensor]] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call of a mask, whose key and tensors are known."""
     sinks, inner = sinks_of(request)
-    known = key_and_tensors(q, k, v, inner)
     if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         again = run_again(*known, q, k, v, sinks)
         if again is not None:
@@ -207,15 +213,23 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
         return _run_eagerly(q, k, v, unwrapped(q, k, request))
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
-    launch = None if key is None else held.launch(key)
     captured = bool(held.tensors) and is_captured(q.device)
+    launch = None if key is None or (captured and held.of_one_step) else held.launch(key)
     if key is not None and launch is not None:
         launch.is_captured |= captured
         again = _replayed(launch.replay, q, k, v, sinks)
         if again is not None:
             return again
         held.launches.pop(key, None)
-    request, inner = unwrapped(q, k, request), unwrapped(q, k, inner)
+    request = unwrapped(q, k, request)
+    inner = sinks_of(request)[1]
+    if key is not None and (held.of_one_step or not held.tensors):
+        known = _with_functions(key, inner)
+        out = _run_given(q, k, v, request, known)
+        replay = None if known is None else _REPLAYS.get(*known)
+        if replay is not None and not captured:
+            held.keep(key, Launch(replay, None if held.tensors else []))
+        return out
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
@@ -308,7 +322,7 @@ def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned)
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
-    if not tensors:
+    if not tensors or planned.call.q.device.type not in _RENEWED_ON:
         return
     kind = call_kind_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
     if kind is not None:
@@ -364,8 +378,11 @@ def _layouts(tensors: list[Tensor]) -> list[Hashable]:
 def key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
     """Return the cache key of a call and the tensors it reads. The result is None if the call cannot be cached."""
     of_sizes = _key_of_sizes(q, k, v, request)
-    if of_sizes is None:
-        return None
+    return None if of_sizes is None else _with_functions(of_sizes, request)
+
+
+def _with_functions(of_sizes: Hashable, request: Request) -> tuple[Hashable, list[Tensor]] | None:
+    """Return the cache key of a call with its mask and score, and the tensors that it reads, or None."""
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)
     if functions is None:

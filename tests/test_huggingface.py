@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
+from flexmasks import calls
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as hf_attention
 from flexmasks.integrations.huggingface.attention import attend
@@ -978,9 +979,24 @@ def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(got, want, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_only_the_first_layer_of_a_step_searches(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 4}), attn_implementation="flexmasks"
+    ).eval()
+    searches = []
+    search = calls._with_functions
+    monkeypatch.setattr(calls, "_with_functions", lambda *given: searches.append(given) or search(*given))
+    with torch.inference_mode(inference), torch.no_grad():
+        for padding in (None, PADDINGS["left"], PADDINGS["left"]):
+            searches.clear()
+            own(IDS, attention_mask=padding)
+            assert len(searches) == 1
+
+
 @torch.inference_mode()
 def test_inference_mode() -> None:
-    """Check that tensors of a mask count their changes, by which the second layer finds the plan of the first."""
+    """Check that the tensors of a plan count their changes, by which it notices them."""
     packed = masking_utils.packed_sequence_mask_function(DOCUMENTS.clone())
     for function in (masking_utils.causal_mask_function, masking_utils.and_masks(_every_third, packed)):
         mask = _made(function, "all", PADDINGS["left"].clone(), make_mask)

@@ -87,6 +87,22 @@ def test_later_calls_search_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 
 
+def test_a_new_plan_without_tensors_takes_what_earlier_calls_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    want = flexmasks.attention(*tensors, mask=flexmasks.get_mask("sliding_window", window=9))
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the call plans")
+
+    monkeypatch.setattr(calls, "run_first_time", refuse)
+    for _ in range(2):
+        plan = flexmasks.plan("sliding_window", LENGTH, window=9)
+        for _ in range(2):
+            assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
+    with pytest.raises(AssertionError, match="the call plans"):
+        flexmasks.attention(*tensors, mask=flexmasks.plan("sliding_window", LENGTH, window=8))
+
+
 @pytest.mark.parametrize("made", ["outside", "inside"])
 def test_plans_compile(made: str) -> None:
     tensors = qkv()

@@ -17,7 +17,7 @@ from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
 from flexmasks.spec.parameters import Size, describe, listed
-from flexmasks.spec.structure import Opaque, flatten
+from flexmasks.spec.structure import Leaves, Opaque, Structure, flatten
 from flexmasks.spec.values import Mask, Score
 
 _HOST = torch.device("cpu")
@@ -87,26 +87,32 @@ class HeldPlan:
     launches: dict[Hashable, Launch] = field(default_factory=dict, repr=False)
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     is_own: bool = False
+    of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _versions: list[int] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if compat.is_compiling():  # torch traces no copies of functions, and keeps equal results by itself
             return
         structure, leaves = flatten((self.mask, self.score, self.q_offset))
-        places = leaves.places
-        is_global = any(place is not None and place.kind == "global variable" for place in places)
+        is_global = any(place is not None and place.kind == "global variable" for place in leaves.places)
         learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in leaves.all_tensors)
         if structure.unreadable or not structure.is_whole or is_global or learns:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            own = [t.detach().clone(memory_format=torch.contiguous_format) for t in leaves.tensors]
-        self.mask, self.score, self.q_offset = structure.fill(own)
-        for place, tensor in zip(places, own, strict=True):
-            name = "q_offset" if tensor is self.q_offset else "" if place is None else place.name
-            self.tensors.setdefault(name, []).append(tensor)
+        if leaves.tensors:
+            self._own_tensors(structure, leaves)
         if self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
         self.is_own = True
+
+    def _own_tensors(self, structure: Structure, leaves: Leaves) -> None:
+        own = leaves.tensors
+        if not self.of_one_step or any(t.is_inference() for t in own):  # those of inference mode have no versions
+            with torch.inference_mode(False), torch.no_grad():
+                own = [t.detach().clone(memory_format=torch.contiguous_format) for t in own]
+            self.mask, self.score, self.q_offset = structure.fill(own)
+        for place, tensor in zip(leaves.places, own, strict=True):
+            name = "q_offset" if tensor is self.q_offset else "" if place is None else place.name
+            self.tensors.setdefault(name, []).append(tensor)
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.attention import attention, dense_mask
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep, with_versions
+from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.masks.packed import packed
@@ -175,7 +175,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
-    """The mask that a layer got, the position of its first query, and what to add to the scores."""
+    """The plan or mask that a layer got, the position of its first query, and what to add to the scores."""
     mask, query, key = layer.mask, layer.query, layer.key
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
@@ -191,6 +191,8 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
             return Parts(mask.parts.others, []).mask(), mask.q_offset, None
         if _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
+        if key.shape[2] == kv_length and layer.position_bias is None and not compat.is_compiling():
+            return mask.plan, 0, None
         return mask.mask, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         return mask, 0, None
@@ -360,6 +362,7 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.inference_mode(False)  # tensors of inference mode have no versions, by which layers find each other's plans
 def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
     """A layer's mask of the whole sequence, and the parts of the processes."""
     given, position_ids = layer.mask, layer.position_ids
@@ -396,8 +399,6 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
         others.append(get_mask("key_padding", attention_mask=whole.tensor))
         start = (whole.tensor.cumsum(1) == 0).sum(1)  # transformers' chunks start behind the padding on the left
     mask = _of_documents(others, chunk, documents, whole.tensor, layer.query.shape[0], start)
-    if torch.is_inference_mode_enabled():
-        mask = with_versions(mask)
     if isinstance(given, ShardedMask):
         given.of_whole = mask, whole
     return mask, whole

@@ -17,6 +17,7 @@ from flexmasks.integrations.huggingface.attention import watched
 from flexmasks.pictures.output import text_width
 from flexmasks.pictures.picture import Picture
 from flexmasks.pictures.show import draw
+from flexmasks.planning import Plan
 from flexmasks.spec import Mask, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 
@@ -178,6 +179,9 @@ def masks(model: nn.Module, *args: Any, **inputs: Any) -> LayerMasks:
             calls += 1
             name = f"{names[module]} (call {calls})"
         given = arguments["block_mask"].mask_mod if "block_mask" in arguments else arguments["mask"]
+        if isinstance(given, Plan):
+            arguments |= {"mask": given.mask, "q_offset": given.q_offset}
+            given = given.mask
         batch, heads, q_len, _ = query.shape
         arguments["backend"] = "reference"  # it compiles nothing, and its memory is bounded on all devices
         found[name] = LayerMask(get_mask(given), arguments.get("q_offset", 0), q_len, key.shape[2], batch, heads)

@@ -13,19 +13,19 @@ from flexmasks.attention import dense_mask
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
+from flexmasks.planning import Plan
+from flexmasks.plans.held import Sizes
 from flexmasks.plans.sizes import is_captured
 from flexmasks.spec import Mask, get_mask
-from flexmasks.spec.structure import Opaque, replaced
 
 
 class LateMask(compat.BlockMask):
-    """A mask with the sizes of a step.
+    """The plan of a step, as transformers hands it on: a tensor or a BlockMask with a shape of four dimensions.
 
-    The first attention call plans it, for the backend that runs the call; the calls of other layers find the plan.
-    transformers hands on a tensor or a BlockMask with a shape of four dimensions, so it is a BlockMask.
-
+    parts: what the mask is made of.
+    plan: the plan that layers pass to `flexmasks.attention`; the first one plans for all. It has no device, because
+        layers may lie on several.
     shape: (batch, 1, queries, keys).
-    q_offset: the position of the first query, as in `flexmasks.attention`.
     device: the device of the model's tensors, and of the mask as booleans.
     """
 
@@ -37,10 +37,17 @@ class LateMask(compat.BlockMask):
         self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         self.parts = parts
-        self.mask = parts.mask()
-        self.q_offset = q_offset
+        self.plan = Plan(parts.mask(), None, Sizes(*shape[2:], None, None, None), q_offset, of_one_step=True)
         self.shape = shape
         self.device = device
+
+    @property
+    def mask(self) -> Mask:
+        return self.plan.mask
+
+    @property
+    def q_offset(self) -> int | Tensor:
+        return self.plan.q_offset
 
     def dim(self) -> int:
         return self.ndim
@@ -57,7 +64,7 @@ class LateMask(compat.BlockMask):
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return LateMask(self.parts.changed(lambda m: m.to(device)), q_offset, self.shape, torch.device(device))
+        return LateMask(self.parts.to(device), q_offset, self.shape, torch.device(device))
 
     def to_dense(self) -> Tensor:
         """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
@@ -210,8 +217,6 @@ def make_mask(
         padding = None if bool(is_real.all()) else padding
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
-    if may_read and torch.is_inference_mode_enabled():
-        parts = parts.changed(with_versions)
     return LateMask(parts, first_query, step.shape, device)
 
 
@@ -267,19 +272,6 @@ def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> 
     parts = step.parts(length) or Parts([get_mask(step.function)], [])
     position_ids, sharding.position_ids = sharding.position_ids, None
     return ShardedMask(parts, step.shape, step.device, sharding, attention_mask, position_ids)
-
-
-def with_versions(mask: Mask) -> Mask:
-    """The mask with copies of its tensors that count their changes. Layers find each other's plans by these counts,
-    which tensors of inference mode lack.
-    """
-    tensors = mask.tensors()
-    try:
-        with torch.inference_mode(False):
-            copied: Mask = replaced(mask, [(t, t.clone()) for t in tensors])
-    except Opaque:
-        return mask
-    return copied
 
 
 def may_keep(device: torch.device) -> bool:

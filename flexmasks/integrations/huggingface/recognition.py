@@ -65,8 +65,8 @@ class Parts:
         masks = self.others + self.packing
         return functools.reduce(operator.and_, masks) if masks else get_mask("full")
 
-    def changed(self, change: Callable[[Mask], Mask]) -> Parts:
-        return Parts([change(m) for m in self.others], [change(m) for m in self.packing])
+    def to(self, device: torch.device | str) -> Parts:
+        return Parts([m.to(device) for m in self.others], [m.to(device) for m in self.packing])
 
 
 def recognized(function: Callable[..., Any], positions: Positions) -> Parts | None:
