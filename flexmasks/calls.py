@@ -322,7 +322,7 @@ def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned)
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
-    if not tensors or planned.call.q.device.type not in _RENEWED_ON:
+    if not tensors or planned.call.q.device.type not in _KINDS_ON:
         return
     kind = call_kind_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
     if kind is not None:
