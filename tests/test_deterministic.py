@@ -31,7 +31,7 @@ def deterministic() -> Iterator[Callable[..., None]]:
 
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, **given})
+    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, "pages": None, **given})
 
 
 @pytest.mark.parametrize(

@@ -1183,3 +1183,20 @@ def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None, len
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
     assert graphs() <= 3
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_symbolic_lengths_of_what_masks_read(decodes: bool) -> None:
+    """A kernel needs the sizes of the tensors that it reads: here of documents, with a length that becomes symbolic."""
+    call = torch.compile(flexmasks.attention, fullgraph=True)
+    for length in (220, 190, 205):
+        q_len = 7 if decodes else length
+        q, k, v = torch.randn(2, 4, q_len, 16), *torch.randn(2, 2, 4, length, 16)
+        ids = torch.randint(0, 4, (2, length)).sort(1).values
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        rows = torch.arange(length - q_len, length)
+        visible = (rows[:, None] >= torch.arange(length)) & (ids[:, rows, None] == ids[:, None])
+        with torch.no_grad():
+            got = call(q, k, v, mask=mask, q_offset=torch.full((2,), length - q_len))
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible[:, None])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.backends import flex
 from flexmasks.backends.call import HALF_DTYPES, Call, Result
 
@@ -18,7 +20,19 @@ def refuses(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
+    if call.is_traced and _reads_symbolic_sizes(call):
+        return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
     return flex.refuses(call)
+
+
+def _reads_symbolic_sizes(call: Call) -> bool:
+    """Return whether functions may read tensors of symbolic sizes.
+
+    torch writes the names of its variables for tiles over names of sizes that begin alike, as ks1 over ks17.
+    """
+    if all(map(compat.has_static_value, (*call.q.shape, *call.k.shape))):
+        return False
+    return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
 
 
 def run(call: Call) -> Result:
