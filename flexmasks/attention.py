@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.spec.arguments import Ints, MaskLike, Pages, ScoreLike, get_mask
+from flexmasks.spec.arguments import Alignment, Ints, MaskLike, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.parameters import listed
 
@@ -20,7 +20,7 @@ from flexmasks.spec.parameters import listed
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
     **params: Any,
 ) -> Tensor: ...
@@ -30,7 +30,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -39,7 +39,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -55,7 +55,7 @@ def attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,
-    q_offset: int | Ints = 0,
+    q_offset: Alignment = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -111,8 +111,10 @@ def attention(
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
         block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made.
         q_offset: where the queries start: query i is at position i + q_offset to mask and score, key j is at j. An
-            int >= 0, or integers [B], a tensor or a list. Decoding has q_offset = KV - Q. With `block_mask`, which has
-            its own offset built in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int
+            int >= 0, or integers [B], a tensor or a list; "last" for KV - Q, as in decoding, where the queries are the
+            last tokens of a KV cache, or "first" for 0. It must be given where the numbers of queries and keys differ,
+            unless neither mask nor score reads the query's position. With `block_mask`, which has its own offset built
+            in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int
             may be larger. On a GPU only the first call of a kind checks them, and inside torch.compile none does:
             larger ones then give wrong results.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
@@ -177,7 +179,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
     *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
@@ -187,7 +189,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
     *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -197,7 +199,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
     *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -216,7 +218,7 @@ def varlen_attention(
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Ints | None = None,
+    q_offset: Alignment = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -292,7 +294,7 @@ def varlen_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", **params: Any,
 ) -> Tensor: ...
 
@@ -301,7 +303,7 @@ def paged_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -310,7 +312,7 @@ def paged_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -327,7 +329,7 @@ def paged_attention(
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Ints | None = None,
+    q_offset: Alignment = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -400,7 +402,7 @@ def block_mask(
     heads: int | None = None,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-    q_offset: int | Ints = 0,
+    q_offset: Alignment = None,
     as_data: bool = False,
     **params: Any,
 ) -> compat.BlockMask:
@@ -455,7 +457,7 @@ def dense_mask(
     batch: int | None = None,
     heads: int | None = None,
     device: torch.device | str | None = None,
-    q_offset: int | Ints = 0,
+    q_offset: Alignment = None,
     **params: Any,
 ) -> Tensor:
     """Return a mask as booleans, True = visible.
@@ -477,7 +479,7 @@ def dense_mask(
 
 def _on_device_of(q: Any, value: Any) -> Any:
     """Return a list or a NumPy array as a tensor on the device of q."""
-    return value if type(value) is int or value is None else listed(value, getattr(q, "device", None))
+    return value if value is None or type(value) in (int, str) else listed(value, getattr(q, "device", None))
 
 
 def _explained() -> list[str]:
@@ -499,6 +501,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
-    if "q_offset" in own:
-        own["q_offset"] = _on_device_of(q, own["q_offset"])
+    own["q_offset"] = _on_device_of(q, own.get("q_offset"))
     return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

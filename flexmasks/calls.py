@@ -61,6 +61,7 @@ _Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
 _CALL_KINDS: Part[CallKind] = Part(KINDS, "calls")
 _SCALES = float, int, type(None)
+_OFFSETS = int, str, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _KINDS_ON = ("cuda",)
 _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
@@ -208,8 +209,8 @@ def _run_given(
 
 def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call of a plan that the user holds. It finds what its earlier calls made ready without a search."""
-    plain = not held.is_own or request.score is not None or request.params or type(request.q_offset) is not int
-    if plain or request.q_offset or compat.transforms_active():
+    plain = not held.is_own or request.score is not None or request.params or request.q_offset is not None
+    if plain or compat.transforms_active():
         return _run_eagerly(q, k, v, unwrapped(q, k, request))
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
@@ -444,7 +445,7 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
     if type(offset) is Tensor and not vars(offset):
         tensors.append(offset)
         key[0] = "tensor"
-    elif type(offset) is not int and offset is not None:
+    elif type(offset) not in _OFFSETS:
         return None
     key.append("params")
     return tuple(key) if _add_parameters(key, request.params, tensors) else None

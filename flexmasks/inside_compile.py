@@ -43,8 +43,9 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
+from flexmasks.plans.alignment import are_equal, of_word, reads_queries, unsaid
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
-from flexmasks.plans.checks import fail
+from flexmasks.plans.checks import ATTENTION, fail
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
@@ -72,19 +73,23 @@ _BITS = "bits"  # begins the data of a mask whose bits are known, see `Described
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Run a call by operations that torch can trace. The result may or may not have the call's sinks, see Result."""
-    request, size = _checked(q, k, v, request)
+    size = checked(q, k, v, request)
     mask, score = from_arguments(request.mask, request.score, request.params)
-    q_offset, block_mask = cast(int | Tensor, request.q_offset), None
     if 0 in q.shape or 0 in k.shape:
+        q_offset = request.q_offset if isinstance(request.q_offset, Tensor) else 0
         return Result(*_without_pairs(q, k, v, mask, score, unread(size, q_offset), request.return_lse))
-    if plain.in_onnx_export():
-        return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
+    block_mask: compat.BlockMask | None = None
+    data: Any = _UNKNOWN
     if request.block_mask is not None:
         block_mask = widened(request.block_mask)
-        of_mask = _data_of_block_mask(block_mask, q.device)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        of_mask = data_of(mask, q.device), q_offset, None, ()
+        data = data_of(mask, q.device)
+    q_offset = _aligned(q, k, request, data, score)
+    request = request._replace(q_offset=q_offset)
+    if plain.in_onnx_export():
+        return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
+    of_mask = (data, q_offset, None, ()) if block_mask is None else _data_of_block_mask(block_mask, q.device)
     score_data, facts = _data_of_score(score, q.device), _facts_of(q, k, v, request, score)
     scale = compat.constants(request.scale)
     arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
@@ -234,16 +239,40 @@ def _run_traced(
     return Result(*_by_flex(attend, name, q, k, v, *given, cast(compat.BlockMask, block_mask), score_mod))
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Request, Size]:
-    """Check all but mask and score; a symbolic number that says where queries start becomes a tensor."""
-    q_offset, size = cast(int | Tensor, request.q_offset), checked(q, k, v, request)
+def _aligned(q: Tensor, k: Tensor, request: Request, data: Any, score: Score | None) -> int | Tensor:
+    """Return where queries start, see `plans.alignment`; a symbolic number becomes a tensor.
+
+    data: of the mask, or `_UNKNOWN`.
+    """
+    q_offset, q_len, kv_len = request.q_offset, q.shape[2], k.shape[2]
+    if isinstance(q_offset, str):
+        q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
+    if q_offset is None:
+        is_known = are_equal(q_len, kv_len) or not _may_read_queries(request, q, k, data, score)
+        if not is_known and (compat.is_exporting() or q_len != kv_len):
+            unsaid(ATTENTION, q_len, kv_len)
+        return 0
     if isinstance(q_offset, int):
         if compat.has_static_value(q_offset):
-            q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
-        else:
-            q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
-        request = request._replace(q_offset=q_offset)
-    return request, size
+            return cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
+        return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
+    return q_offset
+
+
+def _may_read_queries(request: Request, q: Tensor, k: Tensor, data: Any, score: Score | None) -> bool:
+    """Return whether mask or score may read the query's position, as far as is known; given blocks have an own one."""
+    score_data = _data_of_score(score, q.device)
+    if (request.block_mask is None and data == _UNKNOWN) or (score is not None and score_data == _UNKNOWN):
+        return True
+    return bool(_readers(data, score_data, q, k).shape[0] > 0)
+
+
+@in_graph
+def _readers(data: Any, score_data: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return a tensor as long as the number of functions that may read the query's position."""
+    values = [of_data(kind, x) for kind, x in (("mask", data), ("score", score_data)) if x != _UNKNOWN]
+    with compat.without_dispatch_modes():
+        return torch.empty(sum(reads_queries(*without_traced(v, _size(q, k))) for v in values))
 
 
 def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None) -> _Facts:

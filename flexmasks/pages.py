@@ -33,6 +33,7 @@ from flexmasks.planned import (
     under_autocast,
     with_sinks_of,
 )
+from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
@@ -74,15 +75,13 @@ def run_varlen(
     """
     if page_table is not None or kv_lens is not None:
         return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
-    request = request._replace(q_offset=0) if request.q_offset is None else request
     check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
     if kv_starts is None and len(q) != len(k):
         fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
-    check_offset(VARLEN, request.q_offset, len(starts) - 1, q.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = run(q, k, v, inside_sequences(request, starts, kv_starts))
+    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, starts, kv_starts))
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
@@ -94,6 +93,7 @@ def run_paged(
 
     A q_offset of None means that the queries are the last ones of each sequence.
     """
+    request = _with_offset(PAGED, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
         sinks, request = sinks_of(request)
@@ -120,6 +120,14 @@ def _key_of_pages(
         return None
     known = None if is_captured(q.device) else key_and_tensors(q, k_cache, v_cache, request)
     return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
+
+
+def _with_offset(call: str, request: Request) -> Request:
+    """Return a request in which a q_offset of None stands for "last"."""
+    word = request.q_offset
+    if not isinstance(word, str):
+        return request
+    return request._replace(q_offset=None if word == "last" else of_word(call, word, 0, 0))
 
 
 def _with_values(request: Request) -> Request:
@@ -238,6 +246,7 @@ def _run_mixed(
         missing = "page_table" if page_table is None else "kv_lens"
         fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
     check_varlen(q=q)
+    request = _with_offset(VARLEN, request)
     starts = sequence_offsets("offsets", offsets, q.device)
     check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens, len(starts) - 1)
     if request.q_offset is not None:
@@ -246,7 +255,14 @@ def _run_mixed(
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
     inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
-    mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset, page_table.shape[1] * k_cache.shape[1])
+    mixed = _mixed(
+        q,
+        starts,
+        page_table,
+        kv_lens,
+        cast(int | Tensor | None, request.q_offset),
+        page_table.shape[1] * k_cache.shape[1],
+    )
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed

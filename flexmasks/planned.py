@@ -20,6 +20,7 @@ from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
+from flexmasks.plans.alignment import aligned, sequences_aligned
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     ATTENTION,
@@ -85,8 +86,8 @@ def run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
             "torch.compile, or make_fx with tracing_mode='real'.",
             RuntimeError,
         )
-    size = unread(checked(q, k, v, request), cast(int | Tensor, request.q_offset))
-    values = from_arguments(request.mask, request.score, request.params)
+    size, values = checked(q, k, v, request), from_arguments(request.mask, request.score, request.params)
+    size = unread(size, aligned(ATTENTION, request.q_offset, size, values))
     for value in values:
         if value is not None:
             value.checked(size)
@@ -102,8 +103,8 @@ def learned_by(score: Score | None) -> list[Tensor]:
 def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
     """Check a call's arguments and plan its mask and score."""
     size = checked(q, k, v, request)
-    q_offset = cast(int | Tensor, request.q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
+    q_offset = aligned(ATTENTION, request.q_offset, size, (mask, score))
     aliases = Aliases()
     mask_plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
@@ -207,9 +208,9 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
         fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
     if request.block_mask is not None:
         fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
-    check_offset(ATTENTION, request.q_offset, q.shape[0], q.device)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
-    return q_dense, k_dense, v_dense, inside_sequences(request, starts, None if kv_starts is starts else kv_starts)
+    kv_starts = None if kv_starts is starts else kv_starts
+    return q_dense, k_dense, v_dense, inside_sequences(ATTENTION, request, q_dense, k_dense, starts, kv_starts)
 
 
 def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -218,10 +219,18 @@ def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tenso
     return compat.nested(out[0], starts, 2), None if lse is None else compat.nested(lse[0], starts, 2)
 
 
-def inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:
-    """Return the request for sequences laid end to end, given a request for each sequence."""
+def inside_sequences(
+    call: str, request: Request, q: Tensor, k: Tensor, starts: Tensor, kv_starts: Tensor | None
+) -> Request:
+    """Return the request for sequences laid end to end, given a request for each sequence.
+
+    q, k: [1, H, total, D].
+    """
     mask, score = from_arguments(request.mask, request.score, request.params)
-    layout = starts, kv_starts, cast(int | Tensor, request.q_offset)
+    lengths = q.shape[2], k.shape[2]
+    offset = sequences_aligned(call, request.q_offset, starts, kv_starts, q.shape[1], lengths, (mask, score))
+    check_offset(call, offset, len(starts) - 1, q.device)
+    layout = starts, kv_starts, offset
     mask = packed(get_mask("full") if mask is None else mask, *layout)
     score = None if score is None else packed(score, *layout)
     return request._replace(mask=mask, score=score, params={}, q_offset=0)

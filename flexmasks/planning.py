@@ -15,7 +15,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Sizes
 from flexmasks.plans.lengths import Lengths, count_blocks
-from flexmasks.spec.arguments import Ints, MaskLike, ScoreLike, from_arguments, get_mask
+from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.values import Mask, Score
 
@@ -127,7 +127,7 @@ def plan(
     batch: int | None = None,
     heads: int | None = None,
     device: torch.device | str | None = None,
-    q_offset: int | Ints = 0,
+    q_offset: Alignment = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     **params: Any,
 ) -> Plan:
@@ -166,5 +166,5 @@ def plan(
     if compat.is_compiling():  # torch traces no checks of values; the call checks the sizes
         sizes = Sizes(q_len, q_len if kv_len is None else kv_len, batch, heads, None)
         return Plan(value, change, sizes, cast(int | torch.Tensor, q_offset))
-    size, _, offset = Lengths(q_len, kv_len, batch, heads, device, q_offset).check("flexmasks.plan", value)
+    size, _, offset = Lengths(q_len, kv_len, batch, heads, device, q_offset).check("flexmasks.plan", value, change)
     return Plan(value, change, Sizes(size.q_len, size.kv_len, batch, heads, size.device), offset)

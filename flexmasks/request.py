@@ -23,7 +23,7 @@ class Request(NamedTuple):
     params: Mapping[str, Any] = MappingProxyType({})
     scale: float | None = None
     block_mask: compat.BlockMask | None = None
-    q_offset: int | Tensor | None = 0
+    q_offset: int | Tensor | str | None = 0  # see `plans.alignment`
     sink_logits: Tensor | None = None
     return_lse: bool = False
     backend: str = "auto"
@@ -50,7 +50,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
         q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
         ends_among_keys=request.ends_among_keys,
     )  # fmt: skip
-    check_offset(ATTENTION, request.q_offset, size.batch, size.device)
+    if request.q_offset is not None and not isinstance(request.q_offset, str):
+        check_offset(ATTENTION, request.q_offset, size.batch, size.device)
     if request.block_mask is not None:
         check_block_mask(request.block_mask, size)
     return size

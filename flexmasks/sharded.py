@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import calls, compat
+from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import fail
 from flexmasks.plans.held import unwrapped
 from flexmasks.request import Request
@@ -52,6 +53,8 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
     request = unwrapped(q, k, request)
     if request.block_mask is not None or isinstance(request.q_offset, Tensor):
         fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
+    if isinstance(request.q_offset, str):
+        request = request._replace(q_offset=of_word("flexmasks.attention", request.q_offset, q.shape[2], k.shape[2]))
     place = place_of(q)
     mask, score = (whole(x, q) for x in from_arguments(request.mask, request.score, dict(request.params)))
     q_part, k_part, v_part = (x.to_local() for x in (q, k, v))

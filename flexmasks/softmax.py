@@ -15,12 +15,20 @@ from flexmasks.backends import plain
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
 from flexmasks.plans.rows import Rows, rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
-from flexmasks.spec.arguments import MaskLike, from_arguments
+from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.parameters import listed
 
 
 @says_what_to_write()
-def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: float = 1.0, **params: Any) -> Tensor:
+def masked_softmax(
+    x: Tensor,
+    *,
+    mask: MaskLike | Tensor | None = None,
+    scale: float = 1.0,
+    q_offset: Alignment = None,
+    **params: Any,
+) -> Tensor:
     """Return softmax(x * scale) over visible columns, and 0 elsewhere.
 
     The mask says which columns each row sees. It is computed, not loaded: the visible columns of each row are planned
@@ -35,6 +43,8 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible; or
             a boolean tensor, True = visible, that broadcasts to x. Everything is visible by default.
         scale: factor of x, a finite number, also NumPy's. Autocast does not affect the call.
+        q_offset: the position of row 0 to the mask, as in `attention`: an int >= 0, integers [B], "first" or "last". It
+            must be given where Q and K differ and the mask reads the row's position.
         **params: the parameters of a mask given by name.
 
     Returns:
@@ -63,11 +73,13 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     if plain.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         raise RuntimeError("flexmasks.masked_softmax: torch.onnx.export needs dynamo=True.")
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
+        if q_offset is not None:
+            raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
         rows = Rows(seen=mask)
     else:
-        rows = rows_of(mask, params, x)
+        rows = rows_of(mask, params, x, listed(q_offset, x.device))
     if plain.in_onnx_export():
         return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))

@@ -20,7 +20,7 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
         BlockDiagonalCausalWithOffsetGappyKeysMask; with a window xformers BlockDiagonalLocalAttentionPaddedKeysMask,
         BlockDiagonalCausalLocalAttentionPaddedKeysMask and BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask.
     """
-    return (kv < seq_lens[b]) & (q >= 0)
+    return kv < seq_lens[b]
 
 
 @register_mask(example=lambda length: {"attention_mask": [[i >= length // 4 for i in range(length)]]})
@@ -33,4 +33,4 @@ def key_padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, attention_mask: 
     Source: Hugging Face tokenizers' attention_mask.
     Peers: Hugging Face padding_mask_function; torch.nn.MultiheadAttention key_padding_mask marks the hidden keys.
     """
-    return (attention_mask[b, kv] != 0) & (q >= 0)
+    return attention_mask[b, kv] != 0

@@ -224,8 +224,7 @@ def unwrapped(q: Any, k: Any, request: Any) -> Any:
     if not isinstance(held, HeldPlan):
         return request
     held.check(q, k)
-    given = request.q_offset
-    if not (isinstance(given, int) and given == 0):
+    if request.q_offset is not None:
         fail("a plan has its own `q_offset`; pass it to `flexmasks.plan`.", TypeError, ATTENTION)
     if request.block_mask is not None:
         fail("pass a plan as `mask`, or `block_mask`, not both.", TypeError, ATTENTION)

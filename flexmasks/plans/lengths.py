@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
+from flexmasks.plans.alignment import aligned
 from flexmasks.plans.checks import check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
@@ -30,10 +31,12 @@ class Lengths:
     batch: Any = None
     heads: Any = None
     device: Any = None
-    q_offset: Any = 0
+    q_offset: Any = None
     block_size: Any = 128
 
-    def check(self, call: str, mask: Modifier) -> tuple[Size, tuple[str, ...], int | Tensor]:
+    def check(
+        self, call: str, mask: Modifier, score: Modifier | None = None
+    ) -> tuple[Size, tuple[str, ...], int | Tensor]:
         """Return the size, which of "batch" and "heads" are open, and where queries start.
 
         An extent is open if neither the caller nor a parameter's shape gives it. Raises ValueError or TypeError in the
@@ -53,6 +56,7 @@ class Lengths:
             implied = len(q_offset)
         batch = self.batch or implied
         size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, device)
+        q_offset = aligned(call, q_offset, size, (mask, score))
         check_offset(call, q_offset, size.batch, size.device)
         return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
 

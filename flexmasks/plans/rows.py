@@ -20,13 +20,19 @@ from flexmasks import compat
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.plans.alignment import aligned, are_equal, of_word, unsaid
+from flexmasks.plans.bounds import unread
+from flexmasks.plans.checks import check_offset
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import outside_transforms
+from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.plans.sizes import sized
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, key_of
 from flexmasks.spec.values import Mask
 
+_CALL = "flexmasks.masked_softmax"
 _BLOCK_COLUMNS = 128
 _BLOCK_WORDS = _BLOCK_COLUMNS // 32
 
@@ -55,16 +61,20 @@ class Rows(NamedTuple):
 _ROWS: Part[Rows] = Part(PLANS, "rows")
 
 
-def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
+def rows_of(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows:
     """Return the cached or new rows of a mask for scores x.
 
     x: the scores, [B, H, Q, KV].
-    mask, params: the mask and its parameters as a user passes them to a call.
+    mask, params, q_offset: as a user passes them to a call.
     """
+    if isinstance(q_offset, str):
+        q_offset = of_word(_CALL, q_offset, x.shape[2], x.shape[3])
+    elif q_offset is not None:
+        check_offset(_CALL, q_offset, x.shape[0], x.device)
     if compat.is_compiling():
-        return _compiled_rows(mask, params, x)
-    tensors: list[Tensor] = []
-    key = _cache_key(mask, params, x, tensors)
+        return _compiled_rows(mask, params, x, q_offset)
+    tensors = [q_offset] if isinstance(q_offset, Tensor) else []
+    key = _cache_key(mask, params, x, q_offset, tensors)
     is_fake = isinstance(x, compat.FakeTensor)
     is_traced = compat.in_dispatch_mode() or x.is_meta or is_fake or not all(map(can_be_read, tensors))
     rows = None if key is None or is_traced else _ROWS.get(key, tensors)
@@ -74,22 +84,29 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
             return Rows()
         fake_mode = x.fake_mode if isinstance(x, compat.FakeTensor) else contextlib.nullcontext()
         with outside_transforms(tensors), naming(value), fake_mode, torch.no_grad():
-            mask_mod = value.bind(value.resolve(Size(*_sizes(x))))
+            offset = aligned(_CALL, q_offset, Size(*_sizes(x)), [value])
+            mask_mod = shifted_mask(value.bind(value.resolve(_size(x, offset, bool(is_traced)))), offset)
             rows = (trace if is_traced else build)(mask_mod, *_sizes(x))
         if key is not None and not is_traced:
             _ROWS.put(key, tensors, rows, ENTRY + rows.nbytes)
     return rows
 
 
-def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
+def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows:
     """Return the rows inside torch.compile, as operations of the user's graph."""
-    if not (isinstance(mask, str | Mask) or params):  # a function, whose signature cannot be read here
-        return trace(mask, *_sizes(x))
-    value = get_mask(mask, **params)
-    return trace(value.bind(value.resolve(Size(*_sizes(x)))), *_sizes(x))
+    offset, mask_mod = 0 if q_offset is None else q_offset, mask
+    if isinstance(mask, str | Mask) or params:  # else a function, whose signature cannot be read here
+        value = get_mask(mask, **params)
+        mask_mod = value.bind(value.resolve(_size(x, offset, is_traced=True)))
+    is_said = q_offset is not None or are_equal(x.shape[2], x.shape[3])
+    return trace(shifted_mask(mask_mod, offset), *_sizes(x), is_said=is_said)
 
 
-def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, tensors: list[Tensor]) -> Hashable:
+def _size(x: Tensor, offset: Offset, is_traced: bool) -> Size:
+    return unread(Size(*_sizes(x)), offset) if is_traced else sized(Size(*_sizes(x)), offset)
+
+
+def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any, tensors: list[Tensor]) -> Hashable:
     """Return the cache key of a mask for scores, or None. The mask's tensors are appended to `tensors`."""
     definition: Hashable = functions_of("mask", mask)
     try:
@@ -97,7 +114,8 @@ def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, tensors: list[Tenso
             definition = key_of((definition, params), tensors)
     except Opaque:
         return None
-    return definition, x.shape, x.device, torch.get_default_dtype()
+    offset = "tensor" if isinstance(q_offset, Tensor) else q_offset
+    return definition, offset, x.shape, x.device, torch.get_default_dtype()
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
@@ -158,8 +176,12 @@ def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor
     return first, end, count
 
 
-def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
+def trace(
+    mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device, is_said: bool = True
+) -> Rows:
     """Return the rows of a mask by operations that read no value.
+
+    is_said: whether the caller says where rows start, or needs not say it.
 
     Graphs and torch.vmap need such operations. The rows hold the mask as booleans, with only the dimensions on which
     it depends. Raises as `build` does.
@@ -169,6 +191,8 @@ def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # Where the mask does not depend on an index, vmap's result has one element in memory for all of that index.
     independent = [compat.statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
+    if not (is_said or independent[2]) and (compat.is_exporting() or q_len != kv_len):
+        unsaid(_CALL, q_len, kv_len)
     seen = seen[tuple(slice(0, 1 if is_same else n) for is_same, n in zip([*independent, False], sizes, strict=True))]
     if not compat.statically_known_true(kv_len > 0):  # without columns there is no first and no last one
         return Rows(seen=seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from flexmasks.spec.values import Mask, Score
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
 Ints = Tensor | Sequence[int]
+Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment`
 Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
 # Keyword arguments of `attention`, which may be misspelt.

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -417,7 +417,7 @@ class Mask(Modifier):
         heads: int | None = None,
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
-        q_offset: int | Tensor | Sequence[int] = 0,
+        q_offset: int | Tensor | Sequence[int] | Literal["first", "last"] | None = None,
     ) -> Blocks:
         """Return the counts of empty, partial and full blocks over these lengths, and the BlockMask.
 

@@ -112,7 +112,7 @@ def attend(
             own = packed(get_mask("full"), cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
             mask = own if mask.name == "full" else mask & own
         if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
-            mask, q_offset = _as_rows(mask, query, key, q_offset), 0
+            mask, q_offset = _as_rows(mask, query, key, cast(int | Tensor, q_offset)), 0
         arguments = {"mask": mask, "q_offset": q_offset}
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
     for watch in _WATCHING:
@@ -174,7 +174,7 @@ def _fail(message: str) -> NoReturn:
 # --- masks that are given ---
 
 
-def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
+def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
     """The plan or mask that a layer got, the position of its first query, and what to add to the scores."""
     mask, query, key = layer.mask, layer.query, layer.key
     if isinstance(mask, LateMask):
@@ -192,7 +192,7 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
         if _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
         if key.shape[2] == kv_length and layer.position_bias is None and not compat.is_compiling():
-            return mask.plan, 0, None
+            return mask.plan, None, None
         return mask.mask, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         return mask, 0, None

@@ -1,0 +1,146 @@
+"""Where queries start among the keys: the caller says it where their numbers differ, and it is never guessed.
+
+Two alignments are common. The queries may be the last tokens of a key-value cache, as FlashAttention takes them, or
+query 0 may be at key 0, as SDPA's `is_causal` takes them. A mask that does not read the query's position needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.blocks.elements import over_indices
+from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.plans.bounds import unread
+from flexmasks.plans.checks import fail
+from flexmasks.plans.shifted import Offset
+from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.structure import Opaque, flatten
+from flexmasks.spec.values import Modifier
+
+WORDS = ("first", "last")
+_READS: Part[bool] = Part(KINDS, "reads_queries")
+
+
+def aligned(call: str, q_offset: Any, size: Size, values: Sequence[Modifier | None]) -> Any:
+    """Return where queries start: what the caller says, or what follows from the lengths and functions.
+
+    values: the mask and the score change.
+
+    Raises ValueError in the name of `call` if it does not follow.
+    """
+    q_len, kv_len = size.q_len, size.kv_len
+    if isinstance(q_offset, str):
+        return of_word(call, q_offset, q_len, kv_len)
+    if q_offset is not None:
+        return q_offset
+    if are_equal(q_len, kv_len) or not any(reads_queries(v, size) for v in values if v is not None):
+        return 0
+    return 0 if not compat.is_exporting() and q_len == kv_len else unsaid(call, q_len, kv_len)
+
+
+def are_equal(q_len: int, kv_len: int) -> bool:
+    """Return whether lengths are surely equal; symbolic lengths are not compared."""
+    if type(q_len) is int and type(kv_len) is int:
+        return q_len == kv_len
+    return bool(compat.statically_known_true(q_len == kv_len))
+
+
+def of_word(call: str, word: str, q_len: int, kv_len: int) -> int:
+    """Return where queries start, "first" or "last"."""
+    if word not in WORDS:
+        fail(f"`q_offset` must be 'first', 'last', an int, or integers [B], got {word!r}.", call=call)
+    if word == "first":
+        return 0
+    if kv_len < q_len:
+        fail(f"q_offset='last' needs at least as many keys as queries, got {_counts(q_len, kv_len)}.", call=call)
+    return kv_len - q_len
+
+
+def unsaid(call: str, q_len: int, kv_len: int, where: str = "") -> NoReturn:
+    """Raise the error of a call that does not say where its queries start."""
+    last = ""
+    if kv_len > q_len:
+        last = f"q_offset={kv_len - q_len} or 'last' if the queries are the last tokens of a KV cache, "
+    fail(f"{where}{_counts(q_len, kv_len)}: pass {last}q_offset=0 or 'first' if query 0 is at key 0.", call=call)
+
+
+def _counts(q_len: int, kv_len: int) -> str:
+    return f"{q_len} {'query' if q_len == 1 else 'queries'}, {kv_len} {'key' if kv_len == 1 else 'keys'}"
+
+
+def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
+    """Return whether a mask or score change may depend on the query's position.
+
+    if_wrong: the result for wrong parameters, whose errors are raised elsewhere.
+    """
+    key = None
+    with contextlib.suppress(Opaque):
+        key = flatten(value)[0].key
+    known = None if key is None else _READS.get(key)
+    if known is None:
+        try:
+            with compat.without_dispatch_modes(), torch.no_grad():
+                known = _reads_queries(value, size)
+        except Exception:  # a function or parameter of the user's that is wrong
+            return if_wrong
+        if key is not None:
+            _READS.put(key, (), known, FACT)
+    return known
+
+
+def _reads_queries(value: Modifier, size: Size) -> bool:
+    function = value.bind(value.resolve(unread(size, 0)))
+    score = [] if value.kind == "mask" else [torch.zeros((), device=size.device)]
+    indices = (torch.zeros(n, dtype=torch.int64, device=size.device) for n in (1, 1, 2, 1))
+    values = over_indices(function, (None,) * len(score))(*score, *indices)
+    return values.stride(2) != 0  # vmap expands what does not depend on an index
+
+
+def sequences_aligned(
+    call: str,
+    q_offset: Any,
+    starts: Tensor,
+    kv_starts: Tensor | None,
+    heads: int,
+    lengths: tuple[int, int],
+    values: Sequence[Modifier | None],
+) -> Offset:
+    """Return where the queries of sequences start that are laid end to end, see `aligned`.
+
+    starts, kv_starts: int[N + 1], of the queries and of the keys; None for keys that lie as the queries do.
+    lengths: numbers of all queries and of all keys.
+    """
+    if q_offset is not None and not isinstance(q_offset, str):
+        return cast(Offset, q_offset)
+    if isinstance(q_offset, str):
+        of_word(call, q_offset, 0, 0)  # raises for another word
+    if kv_starts is None or kv_starts is starts or q_offset == "first":
+        return 0
+    counts, kv_counts = starts.diff(), kv_starts.diff()
+    may_read = can_be_read(counts) and can_be_read(kv_counts)
+    if q_offset == "last":
+        if may_read and counts.device.type == "cpu" and bool((kv_counts < counts).any()):
+            n = int((kv_counts < counts).int().argmax())
+            of_word(call, "last", int(counts[n]), int(kv_counts[n]))
+        return (kv_counts - counts).clamp(min=0)
+    size = replace(unread(Size(len(counts), heads, *lengths, starts.device), 0), at_most=("S",))
+    if not any(reads_queries(v, size, if_wrong=True) for v in values if v is not None):
+        return 0
+    if not may_read or counts.device.type != "cpu":
+        fail(
+            "the sequences of q and k may have different lengths, which are not read on the host: pass q_offset='last' "
+            "if the queries are the last tokens of their sequences, q_offset='first' if each query 0 is at its key 0.",
+            call=call,
+        )
+    differs = counts != kv_counts
+    if bool(differs.any()):
+        n = int(differs.int().argmax())
+        unsaid(call, int(counts[n]), int(kv_counts[n]), f"sequence {n} has ")
+    return 0
