@@ -64,6 +64,7 @@ _SCALES = float, int, type(None)
 _OFFSETS = int, str, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _KINDS_ON = ("cuda",)
+_DIMS = 4  # of q, k and v
 _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 
 
@@ -186,6 +187,8 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
         return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
         request = _with_plain_tensors(request)
+    if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS:
+        request = request._replace(q_offset=None if q.is_nested or q.shape[2] != k.shape[2] else 0)
     return _run_given(q, k, v, request, key_and_tensors(q, k, v, sinks_of(request)[1]))
 
 

@@ -43,7 +43,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
-from flexmasks.plans.alignment import are_equal, of_word, reads_queries, unsaid
+from flexmasks.plans.alignment import are_equal, may_differ, of_word, reads_queries, unsaid
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import ATTENTION, fail
 from flexmasks.plans.data import lists_of, reading_bits
@@ -249,7 +249,7 @@ def _aligned(q: Tensor, k: Tensor, request: Request, data: Any, score: Score | N
         q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
     if q_offset is None:
         is_known = are_equal(q_len, kv_len) or not _may_read_queries(request, q, k, data, score)
-        if not is_known and (compat.is_exporting() or q_len != kv_len):
+        if not is_known and may_differ(q_len, kv_len):
             unsaid(ATTENTION, q_len, kv_len)
         return 0
     if isinstance(q_offset, int):

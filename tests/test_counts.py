@@ -149,7 +149,7 @@ def test_random_masks(write: Callable[..., str], examples: int) -> None:
     def counts_are_right(case: Drawn) -> None:
         mod = compiled(case.expression, LONG_TABLES)
         batch, heads, q_len, kv_len, size = case.sizes
-        blocks = flexmasks.get_mask(mod).blocks(q_len, kv_len, batch=batch, heads=heads, block_size=size)
+        blocks = flexmasks.get_mask(mod).blocks(q_len, kv_len, batch=batch, heads=heads, block_size=size, q_offset=0)
         check(blocks)
         every = Blocks(create_block_mask(mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size))
         copies = batch * heads // blocks.block_mask.kv_num_blocks.shape[:2].numel()
@@ -210,7 +210,7 @@ def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 256), (300, 200), (129, 257)])
 @pytest.mark.parametrize("size", [(128, 128), (64, 16), (16, 256), (256, 100)])
 def test_nothing_and_everything_visible(lengths: tuple[int, int], size: tuple[int, int]) -> None:
-    nothing = flexmasks.get_mask(lambda b, h, q, kv: q < 0).blocks(*lengths, block_size=size)
+    nothing = flexmasks.get_mask(lambda b, h, q, kv: q < 0).blocks(*lengths, block_size=size, q_offset=0)
     check(nothing)
     assert (nothing.sparsity, nothing.hidden, nothing.rows_guaranteed_safe) == (1.0, 0.0, False)
     everything = flexmasks.get_mask("full").blocks(*lengths, block_size=size)
@@ -223,7 +223,7 @@ def test_nothing_and_everything_visible(lengths: tuple[int, int], size: tuple[in
 @pytest.mark.parametrize("kv_len", [1, 100, 128, 129, 300, 512])
 def test_causal_is_safe_and_contiguous(q_len: int, kv_len: int) -> None:
     for size in (128, 16, (64, 128), (128, 64)):
-        blocks = flexmasks.get_mask("causal").blocks(q_len, kv_len, block_size=size)
+        blocks = flexmasks.get_mask("causal").blocks(q_len, kv_len, block_size=size, q_offset=0)
         check(blocks)
         assert blocks.rows_guaranteed_safe
         # Where the edge cuts the last blocks, they are partial, and the blocks above them in their column are full.

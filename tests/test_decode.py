@@ -304,7 +304,7 @@ def test_half_precision(dtype: torch.dtype, way: str) -> None:
     else:
         check(tensors(2, dtype=dtype, v_size=24), "causal", 40)
     with pytest.raises(ValueError, match="score changes that add"):
-        flexmasks.attention(*tensors(2, dtype=dtype), mask="causal", score=changes["factor"][0], backend="decode")
+        check(tensors(2, dtype=dtype), "causal", 40, changes["factor"][1], score=changes["factor"][0])
 
 
 def test_sinks_and_scales() -> None:
@@ -367,7 +367,7 @@ def test_large_biases(bias: float, v_size: int, way: str) -> None:
     scores_by = [{"score": "dense_bias", "bias": added}, *([{"score": function}] if way == "cpu" else [])]
     for backend in ("decode", "reference"):
         for score in scores_by:
-            out, lse = flexmasks.attention(q, k, v, backend=backend, return_lse=True, **score)
+            out, lse = flexmasks.attention(q, k, v, backend=backend, return_lse=True, q_offset="first", **score)
             assert error(out, want.cpu()) < TOLERANCE[torch.float32]
             assert torch.allclose(lse.double(), want_lse, rtol=1e-6)
 
@@ -761,7 +761,7 @@ def test_decoding_compiles_nothing(way: str) -> None:
     for n, batch in itertools.product((1, 2, 30), (1, 3)):
         q, k, v = tensors(1, 100 + n, batch=batch)
         for mask in ("causal", lambda b, h, q, kv, n=n: q + n >= kv):
-            assert flexmasks.explain(q, k, v, mask=mask).backend == "decode"
+            assert flexmasks.explain(q, k, v, mask=mask, q_offset="first").backend == "decode"
             offset = torch.full((batch,), 99)
             flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=offset, backend="decode")
     assert private_torch.compiled_graphs() == before
@@ -780,10 +780,12 @@ def test_what_is_refused(way: str) -> None:
     assert "8 times as many keys" in reason(*tensors(21))
     assert "no gradients" in reason(q.requires_grad_(), k, v)
     assert "not float64" in reason(*(x.detach().double() for x in (q, k, v)))
-    assert "takes a mask" in reason(*tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH, device=q.device))
+    assert "takes a mask" in reason(
+        *tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH, q_offset="first", device=q.device)
+    )
     assert "no kernel_options" in reason(*tensors(2), kernel_options={"num_stages": 1})
     with torch.no_grad():
-        flexmasks.attention(q, k, v, mask="causal", backend="decode")
+        flexmasks.attention(q, k, v, mask="causal", backend="decode", q_offset="last")
 
 
 @short_and_campaign(25, 1000)

@@ -354,7 +354,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         attending_to(Q[:, :, :32], block_mask=flexmasks.block_mask("causal", 64)),
         "`block_mask` was made for (batch, heads, queries, keys) = (1, 1, 64, 64), the call has (2, 4, 32, 64)",
     ),
-    "block_mask of other kv length": (masked(block_mask=flexmasks.block_mask("causal", 64, 32)), "(1, 1, 64, 32)"),
+    "block_mask of other kv length": (
+        masked(block_mask=flexmasks.block_mask("causal", 64, 32, q_offset=0)),
+        "(1, 1, 64, 32)",
+    ),
     "block_mask of other batch": (
         masked(block_mask=flexmasks.block_mask("padding", 64, seq_lens=[1, 2, 3])),
         "make it with flexmasks.block_mask(mask, 64, 64, batch=2, heads=4)",
@@ -541,10 +544,8 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "both_ends 1": (blocks("bigbird", length=64, block=8, both_ends=1), "`both_ends` must be bool, got 1 (int)"),
     # the softmax
     "scores a list": (softmax([[1.0]]), "got list; use torch.as_tensor"),
-    "q_offset of softmax": (
-        softmax(mask="causal", q_offset=3),
-        "no parameter is named `q_offset`; mask 'causal'",
-    ),
+    "q_offset of softmax": (softmax(mask="causal", q_offset=-3), "`q_offset` must be an int from 0"),
+    "q_offset of softmax, a word": (softmax(mask="causal", q_offset="end"), "must be 'first', 'last', an int"),
     "dropout of softmax": (softmax(mask="causal", dropout_p=0.1), "there is no dropout"),
     # sequences and pages
     "offsets a string": (varlen("0,10"), "`offsets` must be int[N + 1] on cpu, the starts of N sequences"),
@@ -739,10 +740,10 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_dense_mask_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = flexmasks.get_mask("padding", seq_lens=[50, 7]) & flexmasks.get_mask("causal")
-    whole = flexmasks.dense_mask(mask, 67, 80)
+    whole = flexmasks.dense_mask(mask, 67, 80, q_offset=0)
     for pairs in (1, 500, 1000, 5000):
         monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)
-        assert torch.equal(flexmasks.dense_mask(mask, 67, 80), whole)
+        assert torch.equal(flexmasks.dense_mask(mask, 67, 80, q_offset=0), whole)
     assert whole.shape == (2, 1, 67, 80)
 
 

@@ -140,7 +140,7 @@ class Registered(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         made: Any = {self.kind: self.made(q.shape[2], tensors)}
-        return flexmasks.attention(q * self.weight, k, v, **made)
+        return flexmasks.attention(q * self.weight, k, v, q_offset="first", **made)
 
     def expected(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         n = q.shape[2]
@@ -240,7 +240,7 @@ def test_every_mask_and_score_in_one_program_for_all_lengths(kind: str, name: st
     ("mask", "lengths"), one_in(2, list(itertools.product(["causal", WINDOW, "full"], [(10, 40), (40, 12)])))
 )
 def test_one_program_for_all_lengths_of_queries_and_keys(mask: Any, lengths: tuple[int, int]) -> None:
-    model = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=mask))
+    model = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=mask, q_offset="first"))
     batch, rows, columns = (torch.export.Dim(name, min=1, max=512) for name in ("batch", "rows", "columns"))
     shapes = ({0: batch, 2: rows}, *[{0: batch, 2: columns}] * 2, {0: batch})
 
@@ -249,7 +249,7 @@ def test_one_program_for_all_lengths_of_queries_and_keys(mask: Any, lengths: tup
 
     program = torch.export.export(model, given(2, *lengths), dynamic_shapes=shapes, strict=False).module()
     for sizes in ((1, 1, 1), (3, 2, 2), (2, 129, 129), (1, 5, 130), (2, 130, 7)):
-        visible = flexmasks.dense_mask(mask, *sizes[1:])
+        visible = flexmasks.dense_mask(mask, *sizes[1:], q_offset="first")
         q, k, v, lens = given(*sizes)
         want = F.scaled_dot_product_attention(q * model.weight, k, v, attn_mask=visible).nan_to_num()
         torch.testing.assert_close(program(q, k, v, lens), want, atol=1e-5, rtol=1e-5)

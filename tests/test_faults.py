@@ -397,11 +397,11 @@ def test_errors_of_a_users_function_leave_no_backend_out(caplog: pytest.LogCaptu
 
     tensors = [x[:, :, :n] for x, n in zip(_qkv(), (4, LENGTH, LENGTH), strict=True)]
     with pytest.raises(ValueError, match="a fault of the function"):
-        flexmasks.attention(*tensors, mask="causal", score=score)
+        flexmasks.attention(*tensors, mask="causal", score=score, q_offset=0)
     assert _warnings(caplog) == []
     is_wrong = False
-    _check(tensors, {"mask": "causal", "score": score})
-    assert flexmasks.explain(*tensors, mask="causal", score=score).backend == "decode"
+    _check(tensors, {"mask": "causal", "score": score, "q_offset": 0})
+    assert flexmasks.explain(*tensors, mask="causal", score=score, q_offset=0).backend == "decode"
 
 
 @pytest.mark.parametrize("at", [1, 2], ids=["first call", "later call"])

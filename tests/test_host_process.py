@@ -66,7 +66,7 @@ else:
     learns = step in ("dense", "reference")
     x = q[:, :, -1:] if step == "decode" else q.clone().requires_grad_(learns)
     how = {"mask": "causal"} if step == "sdpa" else {"mask": lambda b, h, q, kv: (q - kv).abs() < 30}
-    out = flexmasks.attention(x, k, v, backend=step, **how)
+    out = flexmasks.attention(x, k, v, backend=step, q_offset="last", **how)
     if learns:
         out.sum().backward()
 print(*changes(before, state()), sep="\\n")

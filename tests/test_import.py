@@ -83,7 +83,7 @@ CALLS = {
     "decode": f"{_TENSORS}q = q[:, :, -1:].detach(); k = k.detach(); v = v.detach(); "
     f"{_CAUSAL}, q_offset=torch.tensor([299, 30]), backend='decode')",
     "sinks": f"{_TENSORS}{_CAUSAL}, sink_logits=torch.randn(4)).sum().backward()",
-    "softmax": f"{_TENSORS}flexmasks.masked_softmax(q, mask='causal').sum().backward()",
+    "softmax": f"{_TENSORS}flexmasks.masked_softmax(q, mask='causal', q_offset=0).sum().backward()",
     "block mask": "import flexmasks; flexmasks.block_mask('causal', 512)",
 }
 

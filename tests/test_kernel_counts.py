@@ -348,7 +348,7 @@ def test_a_generated_token_compiles_nothing(device: str) -> None:
         shown = torch.arange(length, device=device) >= torch.tensor([[5], [0]], device=device)
         mask = generating(length - queries, shown)
         with torch.no_grad():
-            out = flexmasks.attention(q, k, v, mask=mask)
+            out = flexmasks.attention(q, k, v, mask=mask, q_offset="last")
         visible = create_mask(mask, 2, 4, queries, length, device)
         assert error(out, naive(q, k, v, visible.cpu())) < (TOLERANCE[torch.float32] if device == "cpu" else 2e-3)
 

@@ -61,7 +61,7 @@ def dense_of(name: str) -> Tensor:
     mask, q_len, kv_len, more = CASES[name]
     rest = {n: v for n, v in more.items() if n not in ("b", "h", "block_size")}
     heads = 3 if "h" in more else None
-    dense = flexmasks.dense_mask(mask, q_len, kv_len, heads=heads, **rest)
+    dense = flexmasks.dense_mask(mask, q_len, kv_len, heads=heads, **{"q_offset": 0, **rest})
     return dense[min(more.get("b", 0), len(dense) - 1), min(more.get("h", 0), dense.shape[1] - 1)]
 
 

@@ -571,7 +571,7 @@ def test_blocks_of_256_queries(
         "own": (get_mask(own), own),
     }[kind]
     q, k, v = (torch.randn(2, 2, n, 32, device=device, requires_grad=True) for n in (q_len, kv_len, kv_len))
-    out = flexmasks.attention(q, k, v, mask=mask)
+    out = flexmasks.attention(q, k, v, mask=mask, q_offset=0)
     seen = create_mask(mask_mod, 2, 2, q_len, kv_len, device=device)
     wanted = scaled_dot_product_attention(q, k, v, attn_mask=seen)
     upstream = torch.randn_like(out)

@@ -67,7 +67,7 @@ def test_masks(case: Case, device: str) -> None:
     x = torch.randn(case.batch, case.heads, case.q_len, case.kv_len)
     call_arguments = arguments(case, device)
     del call_arguments["q_offset"]
-    check(lambda x: flexmasks.masked_softmax(x, mask=case.name, **call_arguments), x, visible, 1.0, device)
+    check(lambda x: flexmasks.masked_softmax(x, mask=case.name, q_offset=0, **call_arguments), x, visible, 1.0, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,7 +84,7 @@ def test_lengths(columns: int, dtype: torch.dtype, device: str) -> None:
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q * columns // 4) & (kv < there[b])
 
-    check(lambda x: flexmasks.masked_softmax(x, mask=mask, scale=scale), x, visible, scale, device)
+    check(lambda x: flexmasks.masked_softmax(x, mask=mask, q_offset=0, scale=scale), x, visible, scale, device)
     seen = visible.to(device)
     check(lambda x: flexmasks.masked_softmax(x, mask=seen, scale=scale), x, visible, scale, device)
     check(lambda x: flexmasks.scaled_masked_softmax(x, ~seen, scale), x, visible, scale, device)
@@ -142,7 +142,7 @@ def test_any_strides(device: str) -> None:
         base[:1].expand(4, 3, 20, 24),
     ):
         want, _ = softmax(x, torch.ones(x.shape[-2:], dtype=torch.bool).tril())
-        y = flexmasks.masked_softmax(x, mask="causal")
+        y = flexmasks.masked_softmax(x, mask="causal", q_offset=0)
         assert y.is_contiguous()
         assert error(y, want, 1e-9) < 1e-5
 
@@ -193,10 +193,10 @@ def test_negative_views(device: str) -> None:
     values = torch.randn(2, 1, 5, 6, device=device)
     x = torch.complex(values, values).conj().imag
     assert x.is_neg()
-    want = flexmasks.masked_softmax(-values, mask="causal")
-    assert torch.equal(flexmasks.masked_softmax(x, mask="causal"), want)
+    want = flexmasks.masked_softmax(-values, mask="causal", q_offset=0)
+    assert torch.equal(flexmasks.masked_softmax(x, mask="causal", q_offset=0), want)
     leaf = values.clone().requires_grad_()
-    y = flexmasks.masked_softmax(leaf, mask="causal")
+    y = flexmasks.masked_softmax(leaf, mask="causal", q_offset=0)
     (of_negative,) = torch.autograd.grad(y, leaf, x, retain_graph=True)
     (of_plain,) = torch.autograd.grad(y, leaf, -values)
     assert torch.equal(of_negative, of_plain)
@@ -219,7 +219,7 @@ def test_random_compositions(examples: int) -> None:
         visible = create_mask(mod, case.batch, case.heads, case.q_len, case.kv_len, device="cpu")[:, :, :9]
         x = torch.randn(visible.shape)
         inner = flexmasks.get_mask(mod) & flexmasks.get_mask("full")
-        check(lambda x: flexmasks.masked_softmax(x, mask=inner), x, visible, 1.0, "cpu")
+        check(lambda x: flexmasks.masked_softmax(x, mask=inner, q_offset=0), x, visible, 1.0, "cpu")
 
     right()
 
@@ -253,11 +253,11 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layo
         (lambda: flexmasks.masked_softmax(X, window=2), TypeError, "no parameter is named `window`"),
         (lambda: flexmasks.masked_softmax(X, mask=X > 0, window=2), TypeError, "no parameter is named `window`"),
         (lambda: flexmasks.masked_softmax(X, mask="sliding_window"), TypeError, "needs `window`"),
-        (lambda: flexmasks.masked_softmax(X, mask="grouped_tril", seq_lens=[1, 9]), ValueError, "seq_lens"),
+        (lambda: flexmasks.masked_softmax(X, mask="grouped_tril", seq_lens=[1, 9], q_offset=0), ValueError, "seq_lens"),
         (lambda: flexmasks.masked_softmax(X, mask=X), TypeError, "or a boolean tensor, True = visible, got float32"),
         (lambda: flexmasks.masked_softmax(X, mask=X[:, :2] > 0), ValueError, r"broadcast to x's shape \[2, 3, 4, 5\]"),
         (lambda: flexmasks.masked_softmax(X, mask=X[None] > 0), ValueError, "must broadcast"),
-        (lambda: flexmasks.masked_softmax(X, mask=lambda b, h, q, kv: q), TypeError, "boolean"),
+        (lambda: flexmasks.masked_softmax(X, mask=lambda b, h, q, kv: q, q_offset=0), TypeError, "boolean"),
         (lambda: flexmasks.scaled_masked_softmax(X, X), TypeError, "boolean or integer .* True = hidden, got float32"),
         (lambda: flexmasks.scaled_masked_softmax(X, None), TypeError, "boolean or integer tensor, .* got NoneType"),
         (lambda: flexmasks.scaled_masked_softmax(X, X[..., :2] > 0), ValueError, "must broadcast"),

@@ -68,9 +68,12 @@ def test_transforms() -> None:
     masks = torch.rand(3, 4, 1) < 0.5
     mapped = vmap(lambda m: flexmasks.scaled_masked_softmax(x, m))(masks)
     close(mapped, torch.stack([flexmasks.scaled_masked_softmax(x, m) for m in masks]))
-    planned = vmap(grad(lambda t: flexmasks.masked_softmax(t, mask="causal").pow(2).sum()))(many)
+    planned = vmap(grad(lambda t: flexmasks.masked_softmax(t, mask="causal", q_offset=0).pow(2).sum()))(many)
     close(
-        planned, torch.stack([grad(lambda t: flexmasks.masked_softmax(t, mask="causal").pow(2).sum())(t) for t in many])
+        planned,
+        torch.stack(
+            [grad(lambda t: flexmasks.masked_softmax(t, mask="causal", q_offset=0).pow(2).sum())(t) for t in many]
+        ),
     )
 
 
@@ -173,10 +176,10 @@ def test_parameters_of_a_mask_may_be_mapped() -> None:
     x, lengths = torch.randn(3, 2, 2, 5, 5), torch.tensor([[1, 2], [5, 4], [3, 0]])
 
     def by_name(x: Tensor, lengths: Tensor) -> Tensor:
-        return flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths)
+        return flexmasks.masked_softmax(x, q_offset=0, mask="grouped_tril", seq_lens=lengths)
 
     def by_function(x: Tensor, lengths: Tensor) -> Tensor:
-        return flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (kv < lengths[b]) | (q == kv))
+        return flexmasks.masked_softmax(x, q_offset=0, mask=lambda b, h, q, kv: (kv < lengths[b]) | (q == kv))
 
     for f in (by_name, by_function):
         each = [f(*t) for t in zip(x, lengths, strict=True)]
@@ -194,7 +197,7 @@ def test_transforms_with_nothing_planned(device: str) -> None:
     x = torch.randn(1, 1, 3, 4, device=device)
 
     def total(x: Tensor) -> Tensor:
-        return flexmasks.masked_softmax(x, mask="causal").pow(2).sum()
+        return flexmasks.masked_softmax(x, mask="causal", q_offset=0).pow(2).sum()
 
     def expected(x: Tensor) -> Tensor:
         hidden = ~torch.ones(3, 4, dtype=torch.bool, device=device).tril()
@@ -268,9 +271,11 @@ def test_compiled(dynamic: bool, backend: str, device: str) -> None:
     window = flexmasks.get_mask("sliding_window", window=5) & (lambda b, h, q, kv: kv != 3)
 
     def several(x: Tensor) -> tuple[Tensor, ...]:
-        by_name = flexmasks.masked_softmax(x * 2, mask="grouped_tril", seq_lens=lengths) + 1
-        by_function = flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (kv % 3 == h) & (kv < q), scale=0.5)
-        by_value = flexmasks.masked_softmax(x, mask=window)
+        by_name = flexmasks.masked_softmax(x * 2, q_offset=0, mask="grouped_tril", seq_lens=lengths) + 1
+        by_function = flexmasks.masked_softmax(
+            x, q_offset=0, mask=lambda b, h, q, kv: (kv % 3 == h) & (kv < q), scale=0.5
+        )
+        by_value = flexmasks.masked_softmax(x, q_offset=0, mask=window)
         by_tensor = flexmasks.scaled_masked_softmax(x, x[:, :1] > 0, 0.5).exp()
         return by_name, by_function, by_value, by_tensor
 
@@ -288,7 +293,7 @@ def test_compiled(dynamic: bool, backend: str, device: str) -> None:
 def test_exported() -> None:
     class Softmax(torch.nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-            causal = flexmasks.masked_softmax(x, mask="causal")
+            causal = flexmasks.masked_softmax(x, q_offset=0, mask="causal")
             return causal, flexmasks.scaled_masked_softmax(x, mask, 0.5)
 
     x, mask = torch.randn(2, 3, 6, 33), torch.rand(2, 1, 6, 33) < 0.5
@@ -309,8 +314,10 @@ def test_compiled_with_nothing(shape: tuple[int, ...], dynamic: bool) -> None:
 
     @torch.compile(fullgraph=True, dynamic=dynamic, backend="eager")
     def several(x: Tensor) -> tuple[Tensor, ...]:
-        by_function = flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (q + shift > kv) & (kv != b) | (h > 0))
-        return by_function, flexmasks.masked_softmax(x, mask="causal")
+        by_function = flexmasks.masked_softmax(
+            x, q_offset=0, mask=lambda b, h, q, kv: (q + shift > kv) & (kv != b) | (h > 0)
+        )
+        return by_function, flexmasks.masked_softmax(x, q_offset=0, mask="causal")
 
     for y in several(torch.zeros(shape)):
         assert y.shape == shape
@@ -335,8 +342,8 @@ def test_compiled_with_sizes_that_depend_on_data(dim: int) -> None:
         seen = torch.ones(x.shape, dtype=torch.bool)
         line = torch.ones([n if d == dim else 1 for d, n in enumerate(x.shape)], dtype=torch.bool)
         return [
-            flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (q >= kv) & (kv != b) | (h > 0)),
-            flexmasks.masked_softmax(x, mask="causal"),
+            flexmasks.masked_softmax(x, q_offset=0, mask=lambda b, h, q, kv: (q >= kv) & (kv != b) | (h > 0)),
+            flexmasks.masked_softmax(x, q_offset=0, mask="causal"),
             flexmasks.masked_softmax(x, mask=seen),
             flexmasks.scaled_masked_softmax(x, ~line),
         ]
@@ -361,9 +368,9 @@ def test_traced_by_make_fx(mode: str) -> None:
 
     def function(x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         return (
-            flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths),
-            flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: kv < lengths[b] + q),
-            grad(lambda x: flexmasks.masked_softmax(x, mask="causal").pow(2).sum())(x),
+            flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths, q_offset=0),
+            flexmasks.masked_softmax(x, q_offset=0, mask=lambda b, h, q, kv: kv < lengths[b] + q),
+            grad(lambda x: flexmasks.masked_softmax(x, mask="causal", q_offset=0).pow(2).sum())(x),
         )
 
     graph = make_fx(function, tracing_mode=mode)(torch.randn(2, 3, 4, 5), torch.tensor([4, 4]))
@@ -376,15 +383,15 @@ def test_traced_by_make_fx(mode: str) -> None:
 def test_fake_and_meta_scores(mask: Any) -> None:
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(2, 3, 4, 5)
-        assert flexmasks.masked_softmax(x, mask=mask).shape == x.shape
+        assert flexmasks.masked_softmax(x, mask=mask, q_offset=0).shape == x.shape
         lengths = torch.tensor([1, 2])
-        assert flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths).shape == x.shape
-    assert flexmasks.masked_softmax(x, mask=mask).shape == x.shape
+        assert flexmasks.masked_softmax(x, q_offset=0, mask="grouped_tril", seq_lens=lengths).shape == x.shape
+    assert flexmasks.masked_softmax(x, mask=mask, q_offset=0).shape == x.shape
     x = torch.empty(2, 3, 4, 5, device="meta", requires_grad=True)
-    y = flexmasks.masked_softmax(x, mask=mask)
+    y = flexmasks.masked_softmax(x, q_offset=0, mask=mask)
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
     for lengths in (torch.empty(2, dtype=torch.int64, device="meta"), [3, 4]):
-        assert flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths).shape == x.shape
+        assert flexmasks.masked_softmax(x, q_offset=0, mask="grouped_tril", seq_lens=lengths).shape == x.shape
 
 
 def test_fake_and_meta_tensors() -> None:
@@ -414,9 +421,11 @@ def test_a_scale_that_depends_on_a_shape_compiles_once() -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counted)
     def scaled(x: Tensor) -> Tensor:
-        return flexmasks.masked_softmax(x, mask="causal", scale=x.shape[-1] ** -0.5)
+        return flexmasks.masked_softmax(x, q_offset=0, mask="causal", scale=x.shape[-1] ** -0.5)
 
     for columns in (5, 6, 7, 9, 12, 20, 33, 40, 41, 55):
         x = torch.randn(2, 2, 8, columns)
-        torch.testing.assert_close(scaled(x), flexmasks.masked_softmax(x, mask="causal", scale=columns**-0.5))
+        torch.testing.assert_close(
+            scaled(x), flexmasks.masked_softmax(x, mask="causal", q_offset=0, scale=columns**-0.5)
+        )
     assert counted.frame_count <= 2

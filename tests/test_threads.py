@@ -178,11 +178,13 @@ def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]], monke
         outs: dict[int, Tensor] = {}
 
         def work(number: int, tensors: Any = tensors, outs: dict[int, Tensor] = outs) -> None:
-            outs[number] = flexmasks.attention(*tensors, mask="sliding_window", window=20)
+            outs[number] = flexmasks.attention(*tensors, q_offset=0, mask="sliding_window", window=20)
 
         in_threads(work)
         assert [line.partition("]: ")[2] for line in after_compilations(ours)] == [reason][: reason is not None]
-        want = flexmasks.attention(*(x.float() for x in tensors), mask="sliding_window", window=20, backend="reference")
+        want = flexmasks.attention(
+            *(x.float() for x in tensors), q_offset=0, mask="sliding_window", window=20, backend="reference"
+        )
         assert all(error(out, want) < TOLERANCE[out.dtype] for out in outs.values())
     assert theirs == []
 
@@ -341,7 +343,7 @@ def _trained(sizes: tuple[int, int, int, int, int], call: dict[str, Any]) -> lis
     if "score" not in call:
         call = call | {"score": "relative_bias", "table": table}
         leaves.append(table)
-    out, lse = flexmasks.attention(*leaves[:3], backend="reference", return_lse=True, **call)
+    out, lse = flexmasks.attention(*leaves[:3], backend="reference", return_lse=True, **{"q_offset": 0, **call})
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     loss = (out * weight).sum() + lse[lse.isfinite()].square().sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
@@ -434,7 +436,7 @@ def test_threads_that_share_a_softmax(
         return hidden(*args)
 
     def call() -> list[Tensor]:
-        y = flexmasks.masked_softmax(x, mask="causal")
+        y = flexmasks.masked_softmax(x, mask="causal", q_offset=0)
         (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
         return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
 

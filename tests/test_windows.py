@@ -159,7 +159,7 @@ def test_sequences_of_other_keys_without_reading_offsets(data: st.DataObject) ->
     assert (window is None) == (name != "full")  # only values could say whether the ends are aligned, as in kernels
     if window is None:
         return
-    each = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch).expand(batch, -1, -1, -1)[:, 0].int()
+    each = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0).expand(batch, -1, -1, -1)[:, 0].int()
     want = torch.block_diag(*each).bool()
     used, kv_used = _used(offsets, batch, q_len), _used(kv_offsets, batch, kv_len)
     shown = _shown_in_sequences(window, _sequences(window), batch * q_len, batch * kv_len)
@@ -238,7 +238,7 @@ def test_fa4_hides_padding(
     by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
     out, lse = DirectCall(window, sequences, None, None, True, by_head)(*learned)
     assert lse is not None
-    of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch))
+    of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
     want, want_lse = _with_sinks(*of_mask, None if sinks is None else others[3])
     assert torch.allclose(out, want)
     check_lse(lse, want_lse, 1e-9)

@@ -13,7 +13,7 @@ from flexmasks.pictures.lengths import accepted_lengths
 from flexmasks.pictures.output import CALL, check_columns
 from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 from flexmasks.plans.lengths import Lengths, plan_mask
-from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, get_mask, get_score
+from flexmasks.spec.arguments import Ints, MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import define
 from flexmasks.spec.parameters import listed
@@ -34,7 +34,7 @@ def draw(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: Alignment = None,
+    q_offset: int | Ints = 0,
     **params: Any,
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
@@ -83,7 +83,7 @@ def show(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: Alignment = None,
+    q_offset: int | Ints = 0,
     columns: int | None = None,
     **params: Any,
 ) -> Picture:

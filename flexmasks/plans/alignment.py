@@ -20,11 +20,15 @@ from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.shifted import Offset
+from flexmasks.spec.definitions import AND, CHAIN, NOT, OR
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Modifier
 
 WORDS = ("first", "last")
+_TABLES = {"dense": "visible", "dense_bias": "bias"}  # the parameters that have rows of queries
+_PLACED = {"packed", "paged", "vision_cross"}  # positions of queries follow from parameters, from 0 on
+_OPERATORS = AND, OR, NOT, CHAIN
 _READS: Part[bool] = Part(KINDS, "reads_queries")
 
 
@@ -42,7 +46,7 @@ def aligned(call: str, q_offset: Any, size: Size, values: Sequence[Modifier | No
         return q_offset
     if are_equal(q_len, kv_len) or not any(reads_queries(v, size) for v in values if v is not None):
         return 0
-    return 0 if not compat.is_exporting() and q_len == kv_len else unsaid(call, q_len, kv_len)
+    return unsaid(call, q_len, kv_len) if may_differ(q_len, kv_len) else 0
 
 
 def are_equal(q_len: int, kv_len: int) -> bool:
@@ -50,6 +54,13 @@ def are_equal(q_len: int, kv_len: int) -> bool:
     if type(q_len) is int and type(kv_len) is int:
         return q_len == kv_len
     return bool(compat.statically_known_true(q_len == kv_len))
+
+
+def may_differ(q_len: int, kv_len: int) -> bool:
+    """Return whether a call with queries and keys may have different numbers of them; symbolic ones are compared."""
+    if type(q_len) is int and type(kv_len) is int:
+        return q_len != kv_len and q_len > 0 and kv_len > 0
+    return bool(compat.guard_or_true(q_len != kv_len)) and not (are_equal(q_len, 0) or are_equal(kv_len, 0))
 
 
 def of_word(call: str, word: str, q_len: int, kv_len: int) -> int:
@@ -78,8 +89,16 @@ def _counts(q_len: int, kv_len: int) -> str:
 def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
     """Return whether a mask or score change may depend on the query's position.
 
+    A table with a row for each query of the call says by itself where they are.
+
     if_wrong: the result for wrong parameters, whose errors are raised elsewhere.
     """
+    if value.definition in _OPERATORS:
+        return any(reads_queries(m, size, if_wrong) for m in value.operands())
+    table = value.params.get(_TABLES.get(value.name, "")) if value.definition.own else None
+    is_placed = value.definition.own and value.name in _PLACED
+    if is_placed or (isinstance(table, Tensor) and table.shape[-2] == size.q_len):
+        return False
     key = None
     with contextlib.suppress(Opaque):
         key = flatten(value)[0].key

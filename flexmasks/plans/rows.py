@@ -20,7 +20,7 @@ from flexmasks import compat
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.plans.alignment import aligned, are_equal, of_word, unsaid
+from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_offset
 from flexmasks.plans.naming import naming
@@ -191,7 +191,7 @@ def trace(
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # Where the mask does not depend on an index, vmap's result has one element in memory for all of that index.
     independent = [compat.statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
-    if not (is_said or independent[2]) and (compat.is_exporting() or q_len != kv_len):
+    if not (is_said or independent[2]) and may_differ(q_len, kv_len):
         unsaid(_CALL, q_len, kv_len)
     seen = seen[tuple(slice(0, 1 if is_same else n) for is_same, n in zip([*independent, False], sizes, strict=True))]
     if not compat.statically_known_true(kv_len > 0):  # without columns there is no first and no last one

@@ -79,12 +79,13 @@ class Modifier(Readable):
         """The registered name, or the function's own name."""
         return self.definition.name
 
-    def _inner(self) -> list[Modifier]:
+    def operands(self) -> list[Modifier]:
+        """The masks or scores among the parameters."""
         return [m for value in self.params.values() for m in _modifiers_in(value)]
 
     def inside(self) -> list[Modifier]:
         """The value, and all masks or scores inside it."""
-        return [self, *[m for inner in self._inner() for m in inner.inside()]]
+        return [self, *[m for inner in self.operands() for m in inner.inside()]]
 
     def is_own(self) -> bool:
         """Whether this library wrote all functions."""
@@ -114,7 +115,7 @@ class Modifier(Readable):
         own = implied_size(dimension, self.definition.parameters, self.params)
         if self.definition.inner_size is not None and dimension != "H":
             return own  # inner masks see other sizes than the call's
-        return next((n for n in (own, *(m.implied_size(dimension) for m in self._inner())) if n), None)
+        return next((n for n in (own, *(m.implied_size(dimension) for m in self.operands())) if n), None)
 
     def _repr_html_(self) -> str:
         # Jupyter shows the picture, over lengths that the parameters suggest.
