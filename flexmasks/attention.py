@@ -250,12 +250,11 @@ def varlen_attention(
         page_table: int[N, P], the pages of each sequence (block_table), as in `paged_attention`.
         kv_lens: int[N], the number of keys of each sequence in its pages (seqused_k), with the keys of this call
             included.
-        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or integers [N]. By
-            default query 0 of a sequence is at its key 0, and with pages the queries are the last ones of the sequence:
-            `kv_lens - offsets.diff()`. FlashAttention aligns the ends without pages, too, which is
-            `q_offset=kv_offsets.diff() - offsets.diff()`; both are the same if each sequence has as many queries as
-            keys. With pages no queries may end behind the P * page_size keys that a sequence has room for, unless they
-            start at 0.
+        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, integers [N], "first" or
+            "last". FlashAttention aligns the ends, which is "last". It must be given where sequences have other numbers
+            of queries than of keys, and on a GPU with `kv_offsets`, whose values are not read, unless neither mask nor
+            score reads the query's position. With pages the default is "last", `kv_lens - offsets.diff()`, and no
+            queries may end behind the P * page_size keys that a sequence has room for, unless they start at 0.
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
 
     Returns:
@@ -365,8 +364,7 @@ def paged_attention(
         mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query
             sees all keys of its sequence.
         score: as in `attention`.
-        q_offset: where the queries start in their sequences, an int >= 0 or integers [B], as in `attention`;
-            kv_lens - Q by default.
+        q_offset: where the queries start in their sequences, as in `attention`; by default "last", kv_lens - Q.
         scale, sink_logits, return_lse, backend, **params: as in `attention`.
 
     Returns:

@@ -27,7 +27,7 @@ from flexmasks.spec.values import Modifier
 
 WORDS = ("first", "last")
 _TABLES = {"dense": "visible", "dense_bias": "bias"}  # the parameters that have rows of queries
-_PLACED = {"packed", "paged", "vision_cross"}  # positions of queries follow from parameters, from 0 on
+_PLACED = {"packed", "vision_cross"}  # positions of queries follow from parameters, from 0 on
 _OPERATORS = AND, OR, NOT, CHAIN
 _READS: Part[bool] = Part(KINDS, "reads_queries")
 
