@@ -115,7 +115,7 @@ def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any, tens
     except Opaque:
         return None
     offset = "tensor" if isinstance(q_offset, Tensor) else q_offset
-    return definition, offset, x.shape, x.device, torch.get_default_dtype()
+    return definition, x.shape, x.device, offset, torch.get_default_dtype()
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
