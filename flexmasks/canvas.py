@@ -144,9 +144,8 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
         return None
     if own.keys() & request.params.keys() or (is_value and not given.definition.own):
         return None  # a parameter is given twice, and the call says so; or the mask is another one of this name
-    # All lengths are that of the canvas.
-    is_aligned = request.q_offset is None or (isinstance(request.q_offset, int) and request.q_offset == 0)
-    is_plain = request.score is None and is_aligned
+    # Where all lengths are that of the canvas, queries start at 0 if nothing is said.
+    is_plain = request.score is None and isinstance(request.q_offset, int | None) and not request.q_offset
     if not is_plain or request.block_mask is not None:
         return None
     if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in (q, k, v)):

@@ -35,7 +35,7 @@ from flexmasks.backends import (
     sdpa,
     tiles_operator,
 )
-from flexmasks.backends.call import HALF_DTYPES, Call, Result, exports_any_length
+from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
@@ -43,15 +43,22 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
-from flexmasks.plans.alignment import are_equal, may_differ, of_word, reads_queries, unsaid
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
-from flexmasks.plans.checks import ATTENTION, fail
+from flexmasks.plans.checks import fail
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
-from flexmasks.plans.traced import TracedMask, TracedScore, without_traced
+from flexmasks.plans.traced import (
+    UNKNOWN,
+    TracedMask,
+    TracedScore,
+    aligned_traced,
+    data_of_score,
+    size_of,
+    without_traced,
+)
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data
@@ -67,7 +74,6 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 }
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
-_UNKNOWN = ("unknown", "")  # stands for a score that is not given, and for functions that torch must trace
 _BITS = "bits"  # begins the data of a mask whose bits are known, see `Described.visible`
 
 
@@ -79,21 +85,22 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         q_offset = request.q_offset if isinstance(request.q_offset, Tensor) else 0
         return Result(*_without_pairs(q, k, v, mask, score, unread(size, q_offset), request.return_lse))
     block_mask: compat.BlockMask | None = None
-    data: Any = _UNKNOWN
+    data: Any = UNKNOWN
     if request.block_mask is not None:
         block_mask = widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         data = data_of(mask, q.device)
-    q_offset = _aligned(q, k, request, data, score)
+    score_data = data_of_score(score, q.device)
+    q_offset = aligned_traced(q, k, request.q_offset, data, score, score_data, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     of_mask = (data, q_offset, None, ()) if block_mask is None else _data_of_block_mask(block_mask, q.device)
-    score_data, facts = _data_of_score(score, q.device), _facts_of(q, k, v, request, score)
+    facts = _facts_of(q, k, v, request, score)
     scale = compat.constants(request.scale)
     arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
-    if of_mask[0] != _UNKNOWN and (score is None or score_data != _UNKNOWN) and compat.IS_TESTED:
+    if of_mask[0] != UNKNOWN and (score is None or score_data != UNKNOWN) and compat.IS_TESTED:
         data, offset, block_size, sizes = of_mask
         lists = () if block_mask is None else lists_of(block_mask)
         options = compat.constants(tuple((request.kernel_options or {}).items()))
@@ -134,7 +141,7 @@ def _attend(
         backend, block_size, sizes, *facts = value_of_text(constants)
         of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
-            _check_at_example(data, unread(_size(q, k), q_offset))
+            _check_at_example(data, unread(size_of(q, k), q_offset))
         call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
         name, ways = _choice(backend, call)
         if name in _DIRECT:
@@ -178,7 +185,7 @@ def _functions_of(
             words, table = _held(data[1:], name)
             mods.append(reading_bits(words, table, block_size))
         else:
-            bound = _bound(part.value, part.value.resolve(part.size), _size(call.q, call.k), name, way)
+            bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name, way)
             shifted = shifted_mask if part is call.mask else shifted_score
             mods.append(shifted(bound, _held(part.offset, name)))
     return mods[0], None if call.score is None else mods[1]
@@ -237,42 +244,6 @@ def _run_traced(
     given = request.scale, request.kernel_options, request.return_lse
     attend = compat.flex_attention
     return Result(*_by_flex(attend, name, q, k, v, *given, cast(compat.BlockMask, block_mask), score_mod))
-
-
-def _aligned(q: Tensor, k: Tensor, request: Request, data: Any, score: Score | None) -> int | Tensor:
-    """Return where queries start, see `plans.alignment`; a symbolic number becomes a tensor.
-
-    data: of the mask, or `_UNKNOWN`.
-    """
-    q_offset, q_len, kv_len = request.q_offset, q.shape[2], k.shape[2]
-    if isinstance(q_offset, str):
-        q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
-    if q_offset is None:
-        is_known = are_equal(q_len, kv_len) or not _may_read_queries(request, q, k, data, score)
-        if not is_known and may_differ(q_len, kv_len):
-            unsaid(ATTENTION, q_len, kv_len)
-        return 0
-    if isinstance(q_offset, int):
-        if compat.has_static_value(q_offset):
-            return cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
-        return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
-    return q_offset
-
-
-def _may_read_queries(request: Request, q: Tensor, k: Tensor, data: Any, score: Score | None) -> bool:
-    """Return whether mask or score may read the query's position, as far as is known; given blocks have an own one."""
-    score_data = _data_of_score(score, q.device)
-    if (request.block_mask is None and data == _UNKNOWN) or (score is not None and score_data == _UNKNOWN):
-        return True
-    return bool(_readers(data, score_data, q, k).shape[0] > 0)
-
-
-@in_graph
-def _readers(data: Any, score_data: Any, q: Tensor, k: Tensor) -> Tensor:
-    """Return a tensor as long as the number of functions that may read the query's position."""
-    values = [of_data(kind, x) for kind, x in (("mask", data), ("score", score_data)) if x != _UNKNOWN]
-    with compat.without_dispatch_modes():
-        return torch.empty(sum(reads_queries(*without_traced(v, _size(q, k))) for v in values))
 
 
 def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None) -> _Facts:
@@ -343,7 +314,7 @@ def _in_plain_operations(
 
 
 def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, ...]:
-    """Return the mask of given blocks as data, or `_UNKNOWN`; where its queries start, the size of the blocks, and the
+    """Return the mask of given blocks as data, or `UNKNOWN`; where its queries start, the size of the blocks, and the
     batch size and number of heads that it sees.
     """
     source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
@@ -351,12 +322,8 @@ def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> t
     if isinstance(source, OfData):
         return (_BITS, source.words, source.table), 0, size, ()
     if source is None or not is_readable(source.mask):
-        return _UNKNOWN, 0, size, ()
+        return UNKNOWN, 0, size, ()
     return data_of(source.mask, device), source.q_offset, size, compat.constants((source.batch, source.heads))
-
-
-def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
-    return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
 
 
 # --- the choice of a backend ---
@@ -429,9 +396,9 @@ def _call_of(
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
     data, offset, block_size, sizes = of_mask
-    size, score_size = unread(_size(q, k, sizes), offset), unread(_size(q, k), q_offset)
-    mask = None if data == _UNKNOWN or data[0] == _BITS else cast(Mask, of_data("mask", data))
-    score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
+    size, score_size = unread(size_of(q, k, sizes), offset), unread(size_of(q, k), q_offset)
+    mask = None if data == UNKNOWN or data[0] == _BITS else cast(Mask, of_data("mask", data))
+    score = None if score_data == UNKNOWN else cast(Score, of_data("score", score_data))
     return Call(
         q=q,
         k=k,
@@ -559,7 +526,7 @@ def _errors_logged() -> Iterator[None]:
 def _blocks_of(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    mask, size = cast(Mask, of_data("mask", data)), _size(q, k)
+    mask, size = cast(Mask, of_data("mask", data)), size_of(q, k)
     with torch.no_grad(), naming(mask):
         layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
@@ -608,11 +575,3 @@ def _masked(of_mask: Any, q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
 def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)
-
-
-def _size(q: Tensor, k: Tensor, sizes: tuple[int, ...] = ()) -> Size:
-    """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, heads = sizes or q.shape[:2]
-    approximate = q.is_cuda and q.dtype in HALF_DTYPES
-    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.graphs import Flat, in_graph
+from flexmasks.plans.alignment import are_equal, may_differ, of_word, reads_queries, unsaid
 from flexmasks.plans.bounds import reads_made_tensors
+from flexmasks.plans.checks import ATTENTION
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
+from flexmasks.spec.as_data import data_of, is_readable, of_data
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import with_tensors
@@ -25,6 +29,7 @@ from flexmasks.spec.values import Mask, Modifier, Score
 # if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
 # those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
+UNKNOWN = ("unknown", "")  # data of a mask or score that is not given, or that only torch can read
 
 
 def _unknown(*_: Any) -> NoReturn:
@@ -147,3 +152,46 @@ def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
 
 def _zeros_like(x: Tensor) -> Tensor:
     return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
+
+
+def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = ()) -> Size:
+    """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, heads = sizes or q.shape[:2]
+    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
+
+
+def data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
+    return UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
+
+
+def aligned_traced(
+    q: Tensor, k: Tensor, q_offset: Any, data: Any, score: Score | None, score_data: Any, given_blocks: bool
+) -> Offset:
+    """Return where queries start, see `plans.alignment`; a symbolic number becomes a tensor.
+
+    given_blocks: the user gives the blocks, whose own offset is built in.
+    """
+    q_len, kv_len = q.shape[2], k.shape[2]
+    if isinstance(q_offset, str):
+        q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
+    if q_offset is None:
+        is_unknown = (data == UNKNOWN and not given_blocks) or (score is not None and score_data == UNKNOWN)
+        is_known = are_equal(q_len, kv_len) or not (is_unknown or _readers(data, score_data, q, k).shape[0])
+        if not is_known and may_differ(q_len, kv_len):
+            unsaid(ATTENTION, q_len, kv_len)
+        return 0
+    if isinstance(q_offset, int):
+        if compat.has_static_value(q_offset):
+            return cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
+        return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
+    return cast(Tensor, q_offset)
+
+
+@in_graph
+def _readers(data: Any, score_data: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return a tensor as long as the number of functions that may read the query's position."""
+    values = [of_data(kind, x) for kind, x in (("mask", data), ("score", score_data)) if x != UNKNOWN]
+    with compat.without_dispatch_modes():
+        return torch.empty(sum(reads_queries(*without_traced(v, size_of(q, k))) for v in values))
