@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.spec.arguments import Alignment, Ints, MaskLike, Pages, ScoreLike, get_mask
+from flexmasks.spec.arguments import Alignment, Ints, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.parameters import listed
 
@@ -18,7 +18,7 @@ from flexmasks.spec.parameters import listed
 # fmt: off
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
@@ -28,7 +28,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -37,7 +37,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
     return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -51,7 +51,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: MaskLike | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,
@@ -84,18 +84,16 @@ def attention(
             compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch elements and
             heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
-        mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
-            By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
-            such a tensor, also in place, is noticed, unless torch does not count it: a change through
-            `tensor.data`, through memory shared with NumPy, or by a kernel of yours. Call `clear_caches` after such a
-            change.
+        mask: a registered mask's name, a Mask, a plan, a function (b, h, q, kv) -> bool of index tensors, True =
+            visible, or booleans as SDPA takes them, [Q, KV], [H, Q, KV] or [B or 1, H or 1, Q or 1, KV]; or a list of
+            these, which all must show a key; or torch's BlockMask. By default everything is visible. Tensors that a
+            function captures are inputs of the kernel. A change of such a tensor, also in place, is noticed, unless
+            torch does not count it: a change through `tensor.data`, through memory shared with NumPy, or by a kernel of
+            yours. Call `clear_caches` after such a change.
             A function that torch's compiler may compute otherwise than Python does goes to the kernel as data: the
             bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
             Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
-            Other functions of yours may go as data at first: if a kernel that reads data was compiled for such
-            calls already, until the function's tensors have new values, or on a GPU for up to 32 calls, fewer of
-            large ones; on a CPU always, if it has no tensors. Data needs no compilation, but each change of tensors
-            then takes some milliseconds.
+            So do functions without tensors on a CPU, where it compiles nothing and is as fast.
             Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
             captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
@@ -104,8 +102,9 @@ def attention(
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
             flexmasks where it is loaded. One for a fixed length that was exported under torch.no_grad, or on a GPU,
             holds torch's flex_attention, which torch compiles but does not save.
-        score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
-            applied in order.
+        score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or floats that are
+            added, of the shapes of booleans for a mask, with a gradient if they learn; or a list of these, applied in
+            order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
             the size of what the score adds; use float32 q, k and v where that matters.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
@@ -163,6 +162,8 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
+    if block_mask is None and hasattr(mask, "kv_num_blocks"):
+        mask, block_mask = None, cast(Any, mask)
     request = later.request.Request(
         mask, score, params, scale, block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
@@ -177,7 +178,7 @@ def attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -187,7 +188,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -197,7 +198,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -215,7 +216,7 @@ def varlen_attention(
     *,
     page_table: Pages | None = None,
     kv_lens: Ints | None = None,
-    mask: MaskLike | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     q_offset: Alignment = None,
@@ -291,7 +292,7 @@ def varlen_attention(
 # fmt: off
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", **params: Any,
@@ -300,7 +301,7 @@ def paged_attention(
 
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", **params: Any,
@@ -309,7 +310,7 @@ def paged_attention(
 
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     **params: Any,
@@ -325,7 +326,7 @@ def paged_attention(
     page_table: Pages,
     kv_lens: Ints,
     *,
-    mask: MaskLike | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     q_offset: Alignment = None,
@@ -500,4 +501,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
     own["q_offset"] = _on_device_of(q, own.get("q_offset"))
+    if own.get("block_mask") is None and hasattr(own.get("mask"), "kv_num_blocks"):
+        own["block_mask"] = own.pop("mask")
     return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

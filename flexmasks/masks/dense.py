@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, check_covers_queries, leading, register_mask
+from flexmasks.spec import Size, first_row, leading, register_mask, row_of
 
 
 def _prepare(
@@ -13,8 +13,7 @@ def _prepare(
         Tensor, "bool[N, KV] | bool[B, H, N, KV] | bool[B, 1, N, KV] | bool[1, H, N, KV] | bool[1, 1, N, KV]"
     ],
 ) -> dict[str, Any]:
-    check_covers_queries("visible", visible.shape[-2], size)
-    return {"visible": visible}
+    return {"visible": visible, "first": first_row("visible", visible.shape[-2], size)}
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -22,14 +21,16 @@ def _example(length: int) -> dict[str, Any]:
 
 
 @register_mask(prepare=_prepare, example=_example)
-def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Tensor:
+def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor, first: int = 0) -> Tensor:
     """A boolean tensor, True where the key is visible.
 
-    visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. The kernel reads the tensor
-        itself, one byte for each pair, and skips blocks without a visible pair.
+    visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It has a row for each query of
+        the call, or for each position from 0 on, or one for all. A tensor of booleans that is passed as the mask is
+        this one, also as [query heads, queries, keys]. The kernel reads the tensor itself, one byte for each pair, and
+        skips blocks without a visible pair.
 
     Source: the attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; TransformerEngine arbitrary; JAX splash NumpyMask; FlashInfer
         custom_mask.
     """
-    return visible[*leading(visible, b, h, q), q, kv]
+    return visible[*leading(visible, b, h, q), row_of(visible, q, first), kv]

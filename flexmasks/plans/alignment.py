@@ -97,7 +97,7 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
         return any(reads_queries(m, size, if_wrong) for m in value.operands())
     table = value.params.get(_TABLES.get(value.name, "")) if value.definition.own else None
     is_placed = value.definition.own and value.name in _PLACED
-    if is_placed or (isinstance(table, Tensor) and table.shape[-2] == size.q_len):
+    if is_placed or (isinstance(table, Tensor) and table.shape[-2] in (1, size.q_len)):
         return False
     key = None
     with contextlib.suppress(Opaque):

@@ -17,9 +17,11 @@ from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
 from flexmasks.spec.indexing import bounded as bounded
 from flexmasks.spec.indexing import check_covers_queries as check_covers_queries
+from flexmasks.spec.indexing import first_row as first_row
 from flexmasks.spec.indexing import leading as leading
 from flexmasks.spec.indexing import pair as pair
 from flexmasks.spec.indexing import per_batch as per_batch
+from flexmasks.spec.indexing import row_of as row_of
 from flexmasks.spec.layouts import example_pages as example_pages
 from flexmasks.spec.layouts import prepare_pages as prepare_pages
 from flexmasks.spec.layouts import prepare_sequences as prepare_sequences

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
@@ -14,8 +15,12 @@ from flexmasks.spec.definitions import CHAIN, Definition, advice_on_tensor, defi
 from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
-MaskLike = str | Mask | Callable[..., Tensor]
-ScoreLike = str | Score | Callable[..., Tensor]
+MaskLike = str | Mask | Callable[..., Tensor] | Tensor
+ScoreLike = str | Score | Callable[..., Tensor] | Tensor
+if TYPE_CHECKING:
+    Masks = MaskLike | Sequence[MaskLike] | compat.BlockMask  # what attention takes as a mask
+else:
+    Masks = Any  # the class takes long to import
 Ints = Tensor | Sequence[int]
 Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment`
 Pages = Tensor | Sequence[Sequence[int]]
@@ -100,10 +105,12 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     """Return the mask and the score of a call whose extra keyword arguments are `params`.
 
     Each parameter goes to the mask or score that takes it. Raises TypeError for a parameter that no mask or score
-    takes, or that more than one takes. A list of scores becomes one score that applies them in order.
+    takes, or that more than one takes. A list of masks becomes one mask of what all show, a list of scores one score
+    that applies them in order.
     """
+    masks = list(mask) if isinstance(mask, list | tuple) else [] if mask is None else [mask]
     scores = list(score) if isinstance(score, list | tuple) else [] if score is None else [score]
-    targets = [] if mask is None else [_definition_and_params("mask", mask)]
+    targets = [_definition_and_params("mask", m) for m in masks]
     targets += [_definition_and_params("score", s) for s in scores]
     own_params: list[dict[str, Any]] = [{} for _ in targets]
     for name, value in params.items():
@@ -112,8 +119,10 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
             raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}.")
         own_params[takers[0]][name] = value
     values = [(d, {**given, **own}) for (d, given), own in zip(targets, own_params, strict=True)]
-    made = None if mask is None else Mask.of(*values.pop(0))
-    changes = [Score.of(*value) for value in values]
+    made = None
+    for value in values[: len(masks)]:
+        made = Mask.of(*value) if made is None else made & Mask.of(*value)
+    changes = [Score.of(*value) for value in values[len(masks) :]]
     return made, Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
 
 
@@ -164,10 +173,26 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
         if value.kind != kind:
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
+    if isinstance(value, Tensor) and value.ndim > 1:
+        of_pairs = _of_pairs(kind, value)
+        if of_pairs is not None:
+            return of_pairs
     if isinstance(value, bool) or not callable(value):
         got = f"{in_message(value)}{hint_for(kind, value)}"
         raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {got}.")
     return define(kind, value), {}
+
+
+def _of_pairs(kind: str, value: Tensor) -> tuple[Definition, Mapping[str, Any]] | None:
+    """Return the definition and parameters of a tensor of pairs, as SDPA takes one: booleans, or what is added.
+
+    value: [Q, KV], [H, Q, KV] or [B, H, Q, KV], with 1 for dimensions that are the same for all but KV.
+    """
+    name = {"mask": "dense", "score": "dense_bias"}[kind]
+    if (kind == "mask") != (value.dtype == torch.bool) or not (value.dtype == torch.bool or value.is_floating_point()):
+        return None
+    known = definition(kind, name)
+    return known, {next(iter(known.parameters)): value[None] if value.ndim == 3 else value}
 
 
 def _get(cls: type[_Value], name: Any, params: Mapping[str, Any]) -> _Value:

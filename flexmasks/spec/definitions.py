@@ -133,8 +133,6 @@ def hint_for(kind: str, value: Any) -> str:
     if isinstance(value, types.ModuleType):
         own = [f"{kind}={n!r}" for n, d in _NAMES[kind].items() if d.function.__module__ == value.__name__]
         return f", a module; write {' or '.join(own) or f'the name of a {kind}, or a function of the module'}"
-    if isinstance(value, list | tuple) and kind == "mask":
-        return "; masks are combined with `&` and `|`, as values of flexmasks.get_mask"
     return ""
 
 

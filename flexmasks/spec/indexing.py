@@ -61,6 +61,26 @@ def pair(value: Any) -> tuple[Any, Any]:
     return value if isinstance(value, tuple) else (value, value)
 
 
+def first_row(name: str, count: int, size: Size | None) -> int:
+    """Return the position of the query of a table's first row, for parameter `name` with `count` rows.
+
+    A table has a row for each position, or for each query of the call. Raises ValueError for fewer rows, but for one.
+    """
+    if count == 1 or size is None or "S" in size.at_most:
+        return 0
+    if count == size.q_len < size.positions_of_q:
+        return size.positions_of_q - count
+    check_covers_queries(name, count, size)
+    return 0
+
+
+def row_of(table: Tensor, q: Tensor, first: int) -> Tensor:
+    """Return the row of a query in a table; one row is that of all."""
+    if table.shape[-2] == 1:
+        return q * 0
+    return q - first if first else q
+
+
 def check_covers_queries(name: str, count: int, size: Size | None, what: str = "a row") -> None:
     """Raise ValueError if parameter `name` has `count` entries, too few for all positions of queries."""
     if size is not None and "S" not in size.at_most and count < size.positions_of_q:
