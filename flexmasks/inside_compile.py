@@ -54,11 +54,11 @@ from flexmasks.plans.traced import (
     UNKNOWN,
     TracedMask,
     TracedScore,
-    aligned_traced,
     data_of_score,
     size_of,
     without_traced,
 )
+from flexmasks.plans.traced_alignment import aligned_traced
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data

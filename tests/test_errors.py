@@ -338,7 +338,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "type": (masked(int), "a mask is a name, a Mask or a function, got <class 'int'>"),
     "number": (masked(5), "`mask` must be a name, a Mask or a function, got 5"),
     "bool": (masked(True), "got True"),
-    "tensor": (masked(torch.ones(64, 64).bool()), "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
+    "whole numbers": (
+        masked(torch.ones(64, 64).int()),
+        "a dense mask `m`, where 0 is hidden, is mask='dense', visible",
+    ),
     "Score as mask": (masked(CHECKERBOARD), "checkerboard() is a score, pass it as `score=`"),
     "Mask as score": (scored(CAUSAL), "causal() is a mask, pass it as `mask=`"),
     "number among scores": (scored(["checkerboard", 3]), "`score` must be a name, a Score or a function, got 3"),
@@ -478,15 +481,15 @@ def registered(**hooks: Any) -> Callable[[], Any]:
 # Wrong kinds of values. What the message must say, and that it is short and in one line.
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     # masks and scores of wrong kinds
-    "mask a list": (masked(["causal", "full"]), "masks are combined with `&` and `|`, as values of flexmasks.get_mask"),
+    "mask a list of one wrong": (masked(["causal", 3]), "`mask` must be a name, a Mask or a function, got 3"),
     "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask='dense'"),
-    "mask a BlockMask": (masked(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "a BlockMask in a list": (masked([BLOCKS]), "got a BlockMask; pass it as `block_mask=`"),
     "mask of softmax a BlockMask": (softmax(mask=BLOCKS), "got a BlockMask"),
-    "mask a long list": (masked([0] * 10000), "got [0, 0, 0"),
+    "mask a long list": (masked([0] * 10000), "got 0"),
     "mask bytes": (masked(b"causal"), "got b'causal'"),
     "mask capital": (masked("Causal"), "did you mean 'causal'"),
     "mask with a hyphen": (masked("sliding-window", window=3), "did you mean 'sliding_window'"),
-    "score a tensor": (scored(torch.zeros(64, 64)), "a bias `m`, [queries, keys] or [batch or 1"),
+    "score a vector": (scored(torch.zeros(64)), "a bias `m`, [queries, keys] or [batch or 1"),
     "score a BlockMask": (scored(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
     "score among None": (scored(["alibi", None]), "`score` must be a name, a Score or a function, got None"),
     "& tensor": (lambda: CAUSAL & ONES, "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),

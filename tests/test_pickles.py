@@ -122,7 +122,7 @@ def test_masks_travel(name: str, way: str) -> None:
     assert repr(other) == repr(mask)
     sizes = {"batch": BATCH, "heads": HEADS}
     want = flexmasks.dense_mask(mask, LENGTH, keys, q_offset=0, **sizes)
-    assert torch.equal(flexmasks.dense_mask(other, LENGTH, keys, **sizes), want)
+    assert torch.equal(flexmasks.dense_mask(other, LENGTH, keys, q_offset=0, **sizes), want)
 
 
 def test_registered_names_and_those_of_operators() -> None:
@@ -332,7 +332,7 @@ def test_unpickling_calls_no_function_of_a_mask(name: str) -> None:
     assert not definitions_called(lambda: pickle.loads(data))
     sizes = {"batch": BATCH, "heads": HEADS}
     keys = KEYS.get(name, LENGTH)
-    assert definitions_called(lambda: flexmasks.dense_mask(pickle.loads(data), LENGTH, keys, **sizes))
+    assert definitions_called(lambda: flexmasks.dense_mask(pickle.loads(data), LENGTH, keys, q_offset=0, **sizes))
 
 
 def test_unpickling_calls_no_hook_of_a_registered_mask() -> None:

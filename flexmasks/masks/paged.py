@@ -98,7 +98,7 @@ def paged(
     Example:
         >>> import flexmasks
         >>> mask = flexmasks.paged("causal", [[2, 0]], [3], page_size=2)  # its keys are in slots 4, 5, 0
-        >>> flexmasks.dense_mask(mask, 3, 6)[0, 0].int()
+        >>> flexmasks.dense_mask(mask, 3, 6, q_offset="first")[0, 0].int()
         tensor([[0, 0, 0, 0, 1, 0],
                 [0, 0, 0, 0, 1, 1],
                 [1, 0, 0, 0, 1, 1]], dtype=torch.int32)
