@@ -32,7 +32,7 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.sizes import block_size_for, is_captured
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.parameters import can_be_read
@@ -210,7 +210,12 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
         fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
     kv_starts = None if kv_starts is starts else kv_starts
-    return q_dense, k_dense, v_dense, inside_sequences(ATTENTION, request, q_dense, k_dense, starts, kv_starts)
+    return (
+        q_dense,
+        k_dense,
+        v_dense,
+        inside_sequences(ATTENTION, request, q_dense, k_dense, starts, kv_starts, waits=not is_captured(q.device)),
+    )
 
 
 def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -220,15 +225,22 @@ def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def inside_sequences(
-    call: str, request: Request, q: Tensor, k: Tensor, starts: Tensor, kv_starts: Tensor | None
+    call: str,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    starts: Tensor,
+    kv_starts: Tensor | None,
+    waits: bool = False,
 ) -> Request:
     """Return the request for sequences laid end to end, given a request for each sequence.
 
     q, k: [1, H, total, D].
+    waits: see `sequences_aligned`.
     """
     mask, score = from_arguments(request.mask, request.score, request.params)
     lengths = q.shape[2], k.shape[2]
-    offset = sequences_aligned(call, request.q_offset, starts, kv_starts, q.shape[1], lengths, (mask, score))
+    offset = sequences_aligned(call, request.q_offset, starts, kv_starts, q.shape[1], lengths, (mask, score), waits)
     check_offset(call, offset, len(starts) - 1, q.device)
     layout = starts, kv_starts, offset
     mask = packed(get_mask("full") if mask is None else mask, *layout)

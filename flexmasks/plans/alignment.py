@@ -130,11 +130,13 @@ def sequences_aligned(
     heads: int,
     lengths: tuple[int, int],
     values: Sequence[Modifier | None],
+    waits: bool,
 ) -> Offset:
     """Return where the queries of sequences start that are laid end to end, see `aligned`.
 
     starts, kv_starts: int[N + 1], of the queries and of the keys; None for keys that lie as the queries do.
     lengths: numbers of all queries and of all keys.
+    waits: whether the host may wait for a GPU to read the lengths of sequences.
     """
     if q_offset is not None and not isinstance(q_offset, str):
         return cast(Offset, q_offset)
@@ -143,16 +145,16 @@ def sequences_aligned(
     if kv_starts is None or kv_starts is starts or q_offset == "first":
         return 0
     counts, kv_counts = starts.diff(), kv_starts.diff()
-    may_read = can_be_read(counts) and can_be_read(kv_counts)
+    may_read = can_be_read(counts) and can_be_read(kv_counts) and (waits or counts.device.type == "cpu")
     if q_offset == "last":
-        if may_read and counts.device.type == "cpu" and bool((kv_counts < counts).any()):
+        if may_read and bool((kv_counts < counts).any()):
             n = int((kv_counts < counts).int().argmax())
             of_word(call, "last", int(counts[n]), int(kv_counts[n]))
         return (kv_counts - counts).clamp(min=0)
     size = replace(unread(Size(len(counts), heads, *lengths, starts.device), 0), at_most=("S",))
     if not any(reads_queries(v, size, if_wrong=True) for v in values if v is not None):
         return 0
-    if not may_read or counts.device.type != "cpu":
+    if not may_read:
         fail(
             "the sequences of q and k may have different lengths, which are not read on the host: pass q_offset='last' "
             "if the queries are the last tokens of their sequences, q_offset='first' if each query 0 is at its key 0.",
