@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.spec.arguments import Alignment, Ints, MaskLike, Masks, Pages, ScoreLike, get_mask
+from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.parameters import listed
 
@@ -20,7 +20,8 @@ from flexmasks.spec.parameters import listed
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
+    sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
     **params: Any,
 ) -> Tensor: ...
@@ -30,7 +31,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
+    sink_logits: Tensor | None = None,
     return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -39,7 +41,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
+    sink_logits: Tensor | None = None,
     return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -56,6 +59,7 @@ def attention(
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,
     q_offset: Alignment = None,
+    layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -113,9 +117,11 @@ def attention(
             int >= 0, or integers [B], a tensor or a list; "last" for KV - Q, as in decoding, where the queries are the
             last tokens of a KV cache, or "first" for 0. It must be given where the numbers of queries and keys differ,
             unless neither mask nor score reads the query's position. With `block_mask`, which has its own offset built
-            in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int
-            may be larger. On a GPU only the first call of a kind checks them, and inside torch.compile none does:
-            larger ones then give wrong results.
+            in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int may be larger. On a GPU
+            only the first call of a kind checks them, and inside torch.compile none does: larger ones then give wrong
+            results.
+        layout: of q, k, v and the output: "bhsd", [B, H, S, D] as SDPA has it, or "bshd", [B, S, H, D] as FlashAttention
+            and diffusers have it. The lse is [B, H, Q] in both.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
             logit joins each row's sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The
@@ -162,6 +168,10 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    elif layout != "bhsd":
+        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {layout!r}.")
     if block_mask is None and hasattr(mask, "kv_num_blocks"):
         mask, block_mask = None, cast(Any, mask)
     request = later.request.Request(
@@ -171,14 +181,17 @@ def attention(
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
     run: Any = later.sharded.run if is_sharded else later.calls.run
     out, lse = run(q, k, v, request)
+    out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out
 
 
 # fmt: off
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints | None = None, kv_offsets: Ints | None = None,
+    *, cu_seqlens_q: Ints | None = None, cu_seqlens_k: Ints | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -187,8 +200,10 @@ def varlen_attention(
 
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints | None = None, kv_offsets: Ints | None = None,
+    *, cu_seqlens_q: Ints | None = None, cu_seqlens_k: Ints | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -197,8 +212,10 @@ def varlen_attention(
 
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
-    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints | None = None, kv_offsets: Ints | None = None,
+    *, cu_seqlens_q: Ints | None = None, cu_seqlens_k: Ints | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
+    mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
@@ -211,9 +228,13 @@ def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Ints,
+    offsets: Ints | None = None,
     kv_offsets: Ints | None = None,
     *,
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     page_table: Pages | None = None,
     kv_lens: Ints | None = None,
     mask: Masks | None = None,
@@ -248,6 +269,10 @@ def varlen_attention(
         offsets: int[N + 1], the start of each of N sequences and the end of the last (cu_seqlens_q). Tokens past the
             end are padding, with output 0.
         kv_offsets: the same for the keys (cu_seqlens_k), if they are packed differently. Not with pages.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: flash-attn's names: offsets, kv_offsets, and the most
+            queries and keys of a sequence, which may be left out. Where they are given and lengths are not read on the
+            host, plans assume them in place of all tokens, and tables of the mask may have any lengths up to the larger
+            one.
         page_table: int[N, P], the pages of each sequence (block_table), as in `paged_attention`.
         kv_lens: int[N], the number of keys of each sequence in its pages (seqused_k), with the keys of this call
             included.
@@ -284,8 +309,12 @@ def varlen_attention(
     request = later.request.Request(
         mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend, kernel_options
     )
+    offsets = _one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
+    kv_offsets = _one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
+    most = [n for n in (max_seqlen_q, max_seqlen_k) if n is not None]
     pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
-    out, lse = later.pages.run_varlen(q, k, v, offsets, kv_offsets, pages, lens, request)
+    layout = offsets, kv_offsets, max(most, default=None), pages, lens
+    out, lse = later.pages.run_varlen(q, k, v, *layout, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -481,6 +510,12 @@ def _on_device_of(q: Any, value: Any) -> Any:
     return value if value is None or type(value) in (int, str) else listed(value, getattr(q, "device", None))
 
 
+def _one_of(name: str, value: Any, other: str, value_of_other: Any) -> Any:
+    if value is not None and value_of_other is not None:
+        raise TypeError(f"flexmasks.varlen_attention: `{other}` is `{name}` by another name; pass one of them.")
+    return value_of_other if value is None else value
+
+
 def _explained() -> list[str]:
     return [name for name in later.request.Request._fields if name != "params"]
 
@@ -500,6 +535,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
+    if arguments.pop("layout", "bhsd") == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     own["q_offset"] = _on_device_of(q, own.get("q_offset"))
     if own.get("block_mask") is None and hasattr(own.get("mask"), "kv_num_blocks"):
         own["block_mask"] = own.pop("mask")

@@ -67,12 +67,24 @@ _LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches, and of pages t
 
 
 def run_varlen(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, page_table: Any, kv_lens: Any, request: Request
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Any,
+    kv_offsets: Any,
+    max_length: Any,
+    page_table: Any,
+    kv_lens: Any,
+    request: Request,
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention`.
 
-    A q_offset of None means the first key of each sequence, or, with a page table, that the queries are the last ones.
+    With a page table, a q_offset of None means that the queries are the last ones.
+
+    max_length: the most queries or keys of a sequence, or None.
     """
+    if offsets is None:
+        fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
         return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     check_varlen(q=q, k=k, v=v)
@@ -81,7 +93,7 @@ def run_varlen(
     if kv_starts is None and len(q) != len(k):
         fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, starts, kv_starts))
+    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, starts, kv_starts, max_length=max_length))
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 

@@ -232,17 +232,19 @@ def inside_sequences(
     starts: Tensor,
     kv_starts: Tensor | None,
     waits: bool = False,
+    max_length: Any = None,
 ) -> Request:
     """Return the request for sequences laid end to end, given a request for each sequence.
 
     q, k: [1, H, total, D].
     waits: see `sequences_aligned`.
+    max_length: as for `packed`.
     """
     mask, score = from_arguments(request.mask, request.score, request.params)
     lengths = q.shape[2], k.shape[2]
     offset = sequences_aligned(call, request.q_offset, starts, kv_starts, q.shape[1], lengths, (mask, score), waits)
     check_offset(call, offset, len(starts) - 1, q.device)
     layout = starts, kv_starts, offset
-    mask = packed(get_mask("full") if mask is None else mask, *layout)
-    score = None if score is None else packed(score, *layout)
+    mask = packed(get_mask("full") if mask is None else mask, *layout, max_length=max_length)
+    score = None if score is None else packed(score, *layout, max_length=max_length)
     return request._replace(mask=mask, score=score, params={}, q_offset=0)

@@ -555,7 +555,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "offsets of two dimensions": (varlen([[0, 10]]), "`offsets` must be int[N + 1]"),
     "kv_offsets missing": (varlen([0, 5], q=TOKENS[:5]), "pass `kv_offsets`"),
     "block_mask of varlen": (varlen([0, 10], block_mask=BLOCKS), "only flexmasks.attention takes one"),
-    "max_seqlen": (varlen([0, 10], max_seqlen_q=10), "leave it out: the offsets say the lengths"),
+    "max_seqlen": (varlen([0, 10], max_seqlen=10), "leave it out: the offsets say the lengths"),
     "causal of FlashAttention": (varlen([0, 10], causal=True), 'pass mask="causal"'),
     # registration
     "example a dict": (

@@ -134,3 +134,41 @@ def test_what_does_not_fit(case: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_layout(kv_heads: int) -> None:
+    """[B, S, H, D] in and out, with the lse [B, H, Q], gradients, and blocks."""
+    q = torch.randn(2, 30, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 30, kv_heads, n, dtype=torch.float64, requires_grad=True) for n in (8, 6))
+    out, lse = flexmasks.attention(q, k, v, mask="causal", layout="bshd", return_lse=True)
+    moved = [x.transpose(1, 2) for x in (q, k, v)]
+    want, want_lse = flexmasks.attention(*moved, mask="causal", return_lse=True)
+    assert out.shape == (2, 30, 4, 6)
+    torch.testing.assert_close((out, lse), (want.transpose(1, 2), want_lse))
+    for mine, theirs in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert flexmasks.explain(q, k, v, mask="causal", layout="bshd").backend
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, mask="causal", layout="bshd"), out)
+
+
+def test_layouts_that_do_not_fit() -> None:
+    x = torch.randn(2, 30, 4, 8)
+    with pytest.raises(ValueError, match="'bhsd' or 'bshd', got 'thd'"):
+        flexmasks.attention(x, x, x, layout="thd")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"need layout='bshd'"):
+        flexmasks.attention(x[:, :20], x, x, mask="full")
+
+
+def test_names_of_flash_attn() -> None:
+    q, k, v = torch.randn(3, 50, 2, 8)
+    lengths = {"cu_seqlens_q": [0, 20, 50], "cu_seqlens_k": [0, 20, 50], "max_seqlen_q": 30, "max_seqlen_k": 30}
+    out = flexmasks.varlen_attention(q, k, v, mask="causal", q_offset="last", **lengths)
+    torch.testing.assert_close(out, flexmasks.varlen_attention(q, k, v, [0, 20, 50], mask="causal"))
+    with pytest.raises(TypeError, match="`cu_seqlens_q` is `offsets` by another name"):
+        flexmasks.varlen_attention(q, k, v, [0, 50], cu_seqlens_q=[0, 50])
+    with pytest.raises(TypeError, match="pass `offsets`"):
+        flexmasks.varlen_attention(q, k, v)
+    with pytest.raises(ValueError, match="`max_length` is 20, but a sequence has 30"):
+        flexmasks.varlen_attention(q, k, v, [0, 20, 50], mask="causal", max_seqlen_q=20)

@@ -40,6 +40,9 @@ def autocasts(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
+_LAYOUT = "; tensors [B, S, H, D] need layout='bshd'"
+
+
 def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Check q against k and v. q is [B, H, Q, D], k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv]."""
 
@@ -60,9 +63,9 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     if q.shape[3] != k.shape[3]:
         wrong("q and k must have one head size D")
     if k.shape[1] != v.shape[1]:
-        wrong("k and v must have the same number of heads")
+        wrong("k and v must have the same number of heads" + _LAYOUT)
     if k.shape[2] != v.shape[2]:
-        wrong("k and v must have the same length")
+        wrong("k and v must have the same length" + _LAYOUT)
     _check_groups(wrong, q.shape[1], k.shape[1])
 
 
@@ -130,7 +133,7 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
 
 def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
-        wrong("the number of query heads must be a multiple of the number of key heads")
+        wrong("the number of query heads must be a multiple of the number of key heads" + _LAYOUT)
 
 
 def check_scale(scale: Any) -> None:

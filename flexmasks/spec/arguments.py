@@ -23,11 +23,13 @@ else:
     Masks = Any  # the class takes long to import
 Ints = Tensor | Sequence[int]
 Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment`
+Layout = Literal["bhsd", "bshd"]
 Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
 # Keyword arguments of `attention`, which may be misspelt.
 _ARGUMENTS = (
     "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "backend", "kernel_options",
+    "layout",
 )  # fmt: skip
 # Keyword arguments of torch and other libraries, and what to pass here instead.
 _KEYWORDS_ELSEWHERE = {
@@ -45,9 +47,7 @@ _KEYWORDS_ELSEWHERE = {
     "softcap": 'pass score="softcap", cap=...',
     "alibi_slopes": 'pass score="alibi", slopes=...',
     "block_mask": "only flexmasks.attention takes one; pass `mask`",
-    "cu_seqlens": "pass them as `offsets` to flexmasks.varlen_attention",
-    "cu_seqlens_q": "pass them as `offsets` to flexmasks.varlen_attention",
-    "cu_seqlens_k": "pass them as `kv_offsets` to flexmasks.varlen_attention",
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "pass them to flexmasks.varlen_attention"),
     **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
     "block_table": "pass it as `page_table`, with `kv_lens`",
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
