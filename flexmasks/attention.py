@@ -120,8 +120,8 @@ def attention(
             in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int may be larger. On a GPU
             only the first call of a kind checks them, and inside torch.compile none does: larger ones then give wrong
             results.
-        layout: of q, k, v and the output: "bhsd", [B, H, S, D] as SDPA has it, or "bshd", [B, S, H, D] as FlashAttention
-            and diffusers have it. The lse is [B, H, Q] in both.
+        layout: of q, k, v and the output: "bhsd", [B, H, S, D] as in SDPA, or "bshd", [B, S, H, D] as in FlashAttention
+            and diffusers. The lse is [B, H, Q] in both.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
             logit joins each row's sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The

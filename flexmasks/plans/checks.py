@@ -65,7 +65,7 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     if k.shape[1] != v.shape[1]:
         wrong("k and v must have the same number of heads" + _LAYOUT)
     if k.shape[2] != v.shape[2]:
-        wrong("k and v must have the same length" + _LAYOUT)
+        wrong("k and v must have the same length")
     _check_groups(wrong, q.shape[1], k.shape[1])
 
 
