@@ -264,7 +264,7 @@ def test_any_lines_and_blocks(examples: int) -> None:
         indices = numbers(data, -1, columns - 1, *shape, rows, count)
         check_case(data, "block_topk", {"indices": indices, "block": block}, **sizes)
         layout = numbers(data, 0, 1, *shape, rows, columns).bool()
-        check_case(data, "block_sparse", {"table": layout, "block": block}, **sizes)
+        check_case(data, "block_sparse", {"visible_blocks": layout, "block": block}, **sizes)
         counts = numbers(data, 0, columns, rows)
         crow = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         columns_of = numbers(data, 0, columns - 1, int(crow[-1]))

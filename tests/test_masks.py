@@ -531,7 +531,12 @@ BAD = [
     ("key_padding", {"attention_mask": [[2] * 64]}, ValueError, "`attention_mask` must be bool"),
     ("dense", {"visible": torch.ones(63, 64, dtype=torch.bool)}, ValueError, "64 positions of queries"),
     ("dense", {"visible": torch.ones(64, 64)}, TypeError, "`visible` must be bool"),
-    ("block_sparse", {"table": [[True] * 4] * 3, "block": 16}, ValueError, "make 4 x 4 blocks here, got 3 x 4"),
+    (
+        "block_sparse",
+        {"visible_blocks": [[True] * 4] * 3, "block": 16},
+        ValueError,
+        "make 4 x 4 blocks here, got 3 x 4",
+    ),
     ("bsr", {"crow_indices": [0, 2, 1], "col_indices": [0, 1], "block": 32}, ValueError, "must rise from 0 to 2"),
     (
         "bsr",

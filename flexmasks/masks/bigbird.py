@@ -24,14 +24,14 @@ def _prepare(
     blocks = -(-length // block)
     edges = (min(global_blocks, (blocks + 1) // 2),) * 2 if both_ends else (min(global_blocks, blocks), 0)
     blocks, window, edges, count, seed = constants((blocks, window, edges, min(random_blocks, blocks), seed))
-    table = _layout(blocks, window, edges, count, seed, None if size is None else size.device)
-    return {"table": table, "block": (block, block)}
+    visible_blocks = _layout(blocks, window, edges, count, seed, None if size is None else size.device)
+    return {"visible_blocks": visible_blocks, "block": (block, block)}
 
 
 @register_mask(
     prepare=_prepare, example=lambda length: {"length": length, "block": max(1, length // 32), "random_blocks": 2}
 )
-def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block: tuple[int, int]) -> Tensor:
+def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible_blocks: Tensor, block: tuple[int, int]) -> Tensor:
     """Neighboring, global and random blocks of keys for each block of queries.
 
     length: number of positions, of queries and of keys.
@@ -52,7 +52,7 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block
         num_random_blocks are drawn among all blocks, those that are visible anyway included; with
         attention="unidirectional" it is this & block_causal.
     """
-    return block_sparse(b, h, q, kv, table=table, block=block)
+    return block_sparse(b, h, q, kv, visible_blocks=visible_blocks, block=block)
 
 
 # Inside a user's torch.compile the table is a constant.
@@ -62,11 +62,11 @@ def _layout(
 ) -> Tensor:
     """The table of visible blocks, computed by NumPy because torch traces no draw."""
     row, column = np.arange(blocks)[:, None], np.arange(blocks)
-    table = abs(row - column) <= window
+    visible_blocks = abs(row - column) <= window
     for index in (row, column):
-        table |= (index < edges[0]) | (index >= blocks - edges[1])
-    np.put_along_axis(table, _draw(blocks, window, edges, count, seed), True, 1)
-    return torch.tensor(table, device=device)
+        visible_blocks |= (index < edges[0]) | (index >= blocks - edges[1])
+    np.put_along_axis(visible_blocks, _draw(blocks, window, edges, count, seed), True, 1)
+    return torch.tensor(visible_blocks, device=device)
 
 
 def _draw(blocks: int, window: int, edges: tuple[int, int], count: int, seed: int) -> Any:

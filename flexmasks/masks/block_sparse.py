@@ -8,32 +8,36 @@ from flexmasks.spec import Size, leading, may_read, pair, register_mask
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 
 
-def _layout_prepare(
+def _prepare(
     size: Size | None,
     *,
-    table: Annotated[Tensor, "bool[M, N] | bool[B, H, M, N] | bool[B, 1, M, N] | bool[1, H, M, N] | bool[1, 1, M, N]"],
+    visible_blocks: Annotated[
+        Tensor, "bool[M, N] | bool[B, H, M, N] | bool[B, 1, M, N] | bool[1, H, M, N] | bool[1, 1, M, N]"
+    ],
     block: Block,
 ) -> dict[str, Any]:
-    return _checked(size, table, pair(block))
+    return _checked(size, visible_blocks, pair(block))
 
 
 def _example(length: int) -> dict[str, Any]:
     block = torch.arange(16)
-    return {"table": (block[:, None] * 5 + block * 3) % 7 < 2, "block": -(-length // 16)}
+    return {"visible_blocks": (block[:, None] * 5 + block * 3) % 7 < 2, "block": -(-length // 16)}
 
 
-@register_mask(prepare=_layout_prepare, example=_example)
-def block_sparse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block: tuple[int, int]) -> Tensor:
+@register_mask(prepare=_prepare, example=_example)
+def block_sparse(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible_blocks: Tensor, block: tuple[int, int]
+) -> Tensor:
     """A boolean table of blocks, True where the whole block is visible.
 
-    table: [rows, columns] of blocks for all, or [batch or 1, query heads or 1, rows, columns].
+    visible_blocks: [rows, columns] of blocks for all, or [batch or 1, query heads or 1, rows, columns].
     block: number of positions in a block, an int or (queries, keys); blocks at the end may be cut.
 
     Source: Gray et al., Block-Sparse GPU Kernels, 2017.
     Peers: DeepSpeed SparsityConfig.make_layout and xformers BlockSparse have layouts [heads, rows, columns]; the lists
         of a torch BlockMask name the same blocks.
     """
-    return table[*leading(table, b, h, q), q // block[0], kv // block[1]]
+    return visible_blocks[*leading(visible_blocks, b, h, q), q // block[0], kv // block[1]]
 
 
 def _bsr_prepare(
@@ -55,10 +59,10 @@ def _bsr_prepare(
     # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
     # the table has a spare row, for columns outside of all rows.
     rows = torch.searchsorted(starts, torch.arange(stored, device=starts.device), right=True) - 1
-    table = torch.zeros((len(counts) + 1, columns), dtype=torch.bool, device=counts.device)
+    visible_blocks = torch.zeros((len(counts) + 1, columns), dtype=torch.bool, device=counts.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
-    table.index_put_((rows, col_indices.long()), visible)
-    return _checked(size, table[:-1], pair(block))
+    visible_blocks.index_put_((rows, col_indices.long()), visible)
+    return _checked(size, visible_blocks[:-1], pair(block))
 
 
 def _bsr_example(length: int) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def _bsr_example(length: int) -> dict[str, Any]:
 
 
 @register_mask(prepare=_bsr_prepare, example=_bsr_example)
-def bsr(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block: tuple[int, int]) -> Tensor:
+def bsr(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible_blocks: Tensor, block: tuple[int, int]) -> Tensor:
     """Visible blocks in the block compressed sparse row format.
 
     crow_indices: [rows + 1], the place in `col_indices` where the columns of each row of blocks start, and the end.
@@ -79,7 +83,7 @@ def bsr(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block: tu
     Peers: torch.sparse_bsr_tensor's indices; FlashInfer BlockSparseAttentionWrapper(indptr, indices, R, C);
         SciPy bsr_array (indptr, indices).
     """
-    return block_sparse(b, h, q, kv, table=table, block=block)
+    return block_sparse(b, h, q, kv, visible_blocks=visible_blocks, block=block)
 
 
 def _topk_prepare(
@@ -93,9 +97,9 @@ def _topk_prepare(
     block: Block,
 ) -> dict[str, Any]:
     columns = _columns(size, "indices", indices, pair(block))
-    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    table.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
-    return _checked(size, table[..., :-1].contiguous(), pair(block))
+    visible_blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    visible_blocks.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
+    return _checked(size, visible_blocks[..., :-1].contiguous(), pair(block))
 
 
 @register_mask(
@@ -105,7 +109,9 @@ def _topk_prepare(
         "block": -(-length // 16),
     },
 )
-def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, block: tuple[int, int]) -> Tensor:
+def block_topk(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible_blocks: Tensor, block: tuple[int, int]
+) -> Tensor:
     """Blocks of keys that were chosen for each block of queries.
 
     indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
@@ -118,7 +124,7 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, bl
     Source: Lu et al., MoBA, 2025; Yuan et al., Native Sparse Attention, 2025 (its selected branch).
     Peers: attention-gym create_vsa_block_mask; flash-linear-attention parallel_nsa(block_indices).
     """
-    return block_sparse(b, h, q, kv, table=table, block=block)
+    return block_sparse(b, h, q, kv, visible_blocks=visible_blocks, block=block)
 
 
 def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
@@ -132,12 +138,12 @@ def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, in
     return columns
 
 
-def _checked(size: Size | None, table: Tensor, block: tuple[int, int]) -> dict[str, Any]:
+def _checked(size: Size | None, visible_blocks: Tensor, block: tuple[int, int]) -> dict[str, Any]:
     if size is not None:
         need = -(-size.positions_of_q // block[0]), -(-size.kv_len // block[1])
-        have = table.shape[-2], table.shape[-1]
+        have = visible_blocks.shape[-2], visible_blocks.shape[-1]
         if not size.at_most and (have[0] < need[0] or have[1] < need[1]):
             raise ValueError(
                 f"blocks of {block[0]} x {block[1]} make {need[0]} x {need[1]} blocks here, got {have[0]} x {have[1]}."
             )
-    return {"table": table, "block": block}
+    return {"visible_blocks": visible_blocks, "block": block}

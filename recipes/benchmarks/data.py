@@ -95,7 +95,7 @@ def cases(scale: Scale, device: torch.device) -> list[Case]:
     for tokens in scale.pattern_lengths:
         count = -(-tokens // scale.pattern_block)
         layout = (torch.rand(count, count, generator=generator) < _DENSITY).to(device)
-        pattern = get_mask("block_sparse", table=layout, block=scale.pattern_block)
+        pattern = get_mask("block_sparse", visible_blocks=layout, block=scale.pattern_block)
         add(f"random blocks of {scale.pattern_block}", pattern, tokens)
     add("residues and tables", _residues(generator, device))
     add("bits of q ^ kv", _few_bits)

@@ -103,10 +103,10 @@ def bigbird(
 
 
 @mask_oracle
-def block_sparse(b: int, h: int, q: int, kv: int, size: Case, table: Any, block: Any) -> bool:
-    """Pairs whose blocks the table marks."""
+def block_sparse(b: int, h: int, q: int, kv: int, size: Case, visible_blocks: Any, block: Any) -> bool:
+    """Pairs whose blocks are marked."""
     rows, columns = pair(block)
-    return bool(table_of(table, b, h)[q // rows][kv // columns])
+    return bool(table_of(visible_blocks, b, h)[q // rows][kv // columns])
 
 
 @mask_oracle
@@ -155,16 +155,23 @@ CASES: list[Case] = [
     Case("bigbird", {"length": 50, "block": 3, "global_blocks": 2, "both_ends": False}, q_len=50, kv_len=50),
     Case("bigbird", {"length": 30, "block": 4, "global_blocks": 50, "both_ends": False}, q_len=30, kv_len=30),
     Case("bigbird", {"length": 200, "block": 16, "seed": 3}, batch=1, heads=1, q_len=200, kv_len=200),
-    Case("block_sparse", {"table": RANDOM.bools(0.4, 8, 8), "block": 5}),
+    Case("block_sparse", {"visible_blocks": RANDOM.bools(0.4, 8, 8), "block": 5}),
     Case(
         "block_sparse",
-        {"table": RANDOM.bools(0.4, 2, 2, 7, 9), "block": (8, 6)},
+        {"visible_blocks": RANDOM.bools(0.4, 2, 2, 7, 9), "block": (8, 6)},
         q_len=20,
         kv_len=50,
         q_offset=(30, 3),
     ),
-    Case("block_sparse", {"table": RANDOM.bools(0.4, 1, 3, 40, 2), "block": (1, 20)}, heads=3),
-    Case("block_sparse", {"table": RANDOM.bools(0.4, 10, 10), "block": 16}, batch=1, heads=1, q_len=150, kv_len=160),
+    Case("block_sparse", {"visible_blocks": RANDOM.bools(0.4, 1, 3, 40, 2), "block": (1, 20)}, heads=3),
+    Case(
+        "block_sparse",
+        {"visible_blocks": RANDOM.bools(0.4, 10, 10), "block": 16},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=160,
+    ),
     Case("bsr", {"crow_indices": int64([0, 2, 2, 3, 6]), "col_indices": int64([0, 2, 1, 3, 0, 2]), "block": 10}),
     Case(
         "bsr",
