@@ -652,7 +652,7 @@ def test_block_masks_of_calls_that_torch_cannot_compile_on_a_cpu() -> None:
         tensors = leaves()
         for got, want in zip(compiled("auto", *tensors), attend(*(x.double() for x in tensors), seen), strict=True):
             assert torch.allclose(got.double(), want, atol=1e-4)
-        with pytest.raises(Exception, match="backend 'cpu' cannot run this call inside"):
+        with pytest.raises(Exception, match=r"backend \\?'cpu\\?' cannot run this call inside"):
             compiled("cpu", *tensors)
 
 
@@ -829,8 +829,9 @@ def test_a_captured_number_that_changes_is_never_stale() -> None:
 def test_errors_say_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
     compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
     re.purge()  # torch cannot trace the compilation of a pattern
-    with pytest.raises(Exception, match=re.escape(message)):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 # errors of torch's own, which quote the library's
         compiled(*leaves(), **arguments)
+    assert message in str(caught.value).replace("\\", "")
 
 
 def test_sdpa_would_run_unfused_with_values_of_another_head_size() -> None:
