@@ -43,14 +43,14 @@ class Case:
         """Call flexmasks."""
         if isinstance(self.mask, Tensor):
             return scaled_masked_softmax(x, self.mask, 0.5)
-        return masked_softmax(x, mask=self.mask)
+        return masked_softmax(x, mask=self.mask, q_offset=0)
 
     def hidden(self, device: torch.device) -> Tensor:
         """Return booleans that broadcast to x, True = hidden."""
         batch, heads, q_len, kv_len = self.shape
         if isinstance(self.mask, Tensor):
             return self.mask
-        return ~dense_mask(self.mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+        return ~dense_mask(self.mask, q_len, kv_len, batch=batch, heads=heads, device=device, q_offset=0)
 
     def least_bytes(self, visible: float) -> dict[str, float]:
         """Return the least bytes that each pass moves for a visible share."""
