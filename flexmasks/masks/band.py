@@ -28,6 +28,6 @@ def inverse_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     Position 0 of the queries is position 0 of the keys, unless `q_offset` says where the queries start.
 
     Source: the backward direction of ELMo, Peters et al., 2018.
-    Peers: MagiAttention INVCAUSAL (top-left aligned as here; its CAUSAL is bottom-right aligned).
+    Peers: MagiAttention INVCAUSAL (top-left aligned, q_offset="first"; its CAUSAL is bottom-right aligned).
     """
     return kv >= q

@@ -7,8 +7,8 @@ from flexmasks.spec import Band, register_mask
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Each query sees itself and the keys before it.
 
-    Position 0 of the queries is position 0 of the keys (top-left alignment), unless `q_offset` says where the
-    queries start; `q_offset=kv_len - q_len` is FlashAttention's bottom-right alignment.
+    Where there are other numbers of queries than of keys, `q_offset` says where the queries start: "first" is the
+    top-left alignment of torch's is_causal, "last" the bottom-right one of FlashAttention.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
     Peers: torch SDPA is_causal and causal_upper_left (top-left), causal_lower_right; FlashAttention causal
