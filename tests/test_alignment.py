@@ -129,6 +129,18 @@ def test_functions() -> None:
     assert not said(lambda: CALLS["attention"](q, k, score=lambda s, b, h, q, kv: s * 2))[1]
 
 
+def test_a_function_that_asks_for_a_shape() -> None:
+    """What it reads depends on the shape of a tensor."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 40, 8)
+
+    def masked(count: int) -> Callable[..., Tensor]:
+        first = torch.zeros(count, dtype=torch.int64)
+        return lambda b, h, q, kv: kv >= (first[q] if first.shape[0] > 1 else first[0])
+
+    for count in (1, 40, 1):
+        assert bool(said(lambda n=count: CALLS["attention"](q, k, mask=masked(n)))[1]) == (count > 1)
+
+
 def test_a_table_has_rows_of_queries() -> None:
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 40, 8)
     table = torch.rand(3, 40) > 0.5

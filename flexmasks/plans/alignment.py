@@ -101,7 +101,8 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
         return False
     key = None
     with contextlib.suppress(Opaque):
-        key = flatten(value)[0].key
+        structure, leaves = flatten(value)
+        key = structure.key, *[t.shape for t in leaves.tensors]  # a function may ask for them
     known = None if key is None else _READS.get(key)
     if known is None:
         try:
