@@ -6,7 +6,8 @@ torch.export and autograd know.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from flexmasks.plans.rows import Rows, rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import listed
+from flexmasks.spec.parameters import can_be_read, listed
 
 
 @says_what_to_write()
@@ -27,6 +28,7 @@ def masked_softmax(
     mask: MaskLike | Tensor | None = None,
     scale: float = 1.0,
     q_offset: Alignment = None,
+    dtype: torch.dtype | None = None,
     **params: Any,
 ) -> Tensor:
     """Return softmax(x * scale) over visible columns, and 0 elsewhere.
@@ -38,17 +40,19 @@ def masked_softmax(
     NaN or +inf.
 
     Args:
-        x: scores, [B, H, Q, K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
+        x: scores, [B, H, Q, K], or [Q, K] and [B, Q, K] for one head, or [..., B, H, Q, K], whose leading dimensions
+            are batch elements; float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
             Sums are float32 (float64 for float64).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible; or
             a boolean tensor, True = visible, that broadcasts to x. Everything is visible by default.
         scale: factor of x, a finite number, also NumPy's. Autocast does not affect the call.
         q_offset: the position of row 0 to the mask, as in `attention`: an int >= 0, integers [B], "first" or "last". It
             must be given where Q and K differ and the mask reads the row's position.
+        dtype: x is cast to it first, as by torch.softmax; by default x keeps its dtype.
         **params: the parameters of a mask given by name.
 
     Returns:
-        The softmax, of x's shape and dtype, contiguous.
+        The softmax, of x's shape and dtype, or of `dtype`, contiguous.
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
@@ -69,7 +73,8 @@ def masked_softmax(
                 [0.3333, 0.3333, 0.3333, 0.0000],
                 [0.0000, 0.0000, 0.0000, 0.0000]])
     """
-    check_scores("flexmasks.masked_softmax", x, scale, ndim=4)
+    check_scores("flexmasks.masked_softmax", x, scale, dtype, ndim=2)
+    x = x if dtype is None else x.to(dtype)
     if plain.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         raise RuntimeError("flexmasks.masked_softmax: torch.onnx.export needs dynamo=True.")
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
@@ -79,14 +84,28 @@ def masked_softmax(
         check_visible("flexmasks.masked_softmax", x, mask)
         rows = Rows(seen=mask)
     else:
+        shape = x.shape
+        x = x.reshape(_with_heads(shape))
         rows = rows_of(mask, params, x, listed(q_offset, x.device))
+        return _softmax(x, rows, scale).view(shape)
+    return _softmax(x, rows, scale)
+
+
+def _with_heads(shape: torch.Size) -> tuple[int, ...]:
+    """Return the shape of scores with one batch dimension and one of heads."""
+    *batch, q_len, kv_len = shape
+    *batch, heads = batch if len(batch) > 1 else [*batch, 1]
+    return math.prod(batch), heads, q_len, kv_len
+
+
+def _softmax(x: Tensor, rows: Rows, scale: float) -> Tensor:
     if plain.in_onnx_export():
         return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
 
 
 @says_what_to_write(lambda *given: "x, mask and scale")
-def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return softmax(x * scale) over unmasked columns, and 0 elsewhere.
 
     The mask is read once, with its own strides, and never expanded in memory. A row whose columns are all masked is 0
@@ -95,9 +114,10 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
 
     Args:
         x: scores, [..., K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
-        mask: boolean, or integer with 0 for False: True = HIDDEN, as in Megatron-LM and apex. Of any shape that
-            broadcasts to x's: [B, 1, Q, K], say.
-        scale: factor of x, a finite number.
+        mask: booleans or numbers, True or any but 0 = HIDDEN, as in Megatron-LM and apex. Of any shape that broadcasts
+            to x's: [B, 1, Q, K], say.
+        scale: factor of x, a finite number, or a tensor of one element, which the host reads. Where values cannot be
+            read, as inside torch.compile, or where it learns, x is multiplied by it.
 
     Returns:
         The softmax, of x's shape and dtype, contiguous.
@@ -113,8 +133,14 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
-    check_scores("flexmasks.scaled_masked_softmax", x, scale)
+    if isinstance(scale, Tensor) and scale.numel() == 1:
+        is_number = can_be_read(scale) and not scale.requires_grad
+        x, factor = (x, float(scale)) if is_number else (x * scale.to(x.dtype), 1.0)
+    else:
+        factor = cast(float, scale)
+    check_scores("flexmasks.scaled_masked_softmax", x, factor)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
+    mask = mask != 0 if mask.is_floating_point() else mask
     if plain.in_onnx_export():
-        return plain.softmax(x, mask.bool(), scale)
-    return softmax_operator(x, None, None, mask, False, torch.sym_float(scale))
+        return plain.softmax(x, mask.bool(), factor)
+    return softmax_operator(x, None, None, mask, False, torch.sym_float(factor))

@@ -244,7 +244,8 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layo
         (lambda: flexmasks.masked_softmax(X, mask=torch.nn.Linear(5, 5)), TypeError, "mask Linear: .* 5 were given"),
         (lambda: flexmasks.masked_softmax(X, scale=torch.tensor(2.0)), TypeError, "got Tensor; multiply `x` by it"),
         (lambda: flexmasks.masked_softmax(X, scale=1j), TypeError, "`scale` must be a number, got 1j"),
-        (lambda: flexmasks.masked_softmax(X[0]), ValueError, r"4 dimensions, \[B, H, Q, K\], got float32\[3, 4, 5\]"),
+        (lambda: flexmasks.masked_softmax(X[0, 0, 0]), ValueError, r"two dimensions, .* got float32\[5\]"),
+        (lambda: flexmasks.masked_softmax(X, dtype=torch.int32), TypeError, "`dtype` must be .* got torch.int32"),
         (lambda: flexmasks.masked_softmax(X.to_sparse()), TypeError, "dense tensor"),
         (lambda: flexmasks.masked_softmax(X, scale="1"), TypeError, "`scale` must be a number, got '1'"),
         (lambda: flexmasks.masked_softmax(X, scale=True), TypeError, "`scale` must be a number, got True"),
@@ -258,8 +259,8 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layo
         (lambda: flexmasks.masked_softmax(X, mask=X[:, :2] > 0), ValueError, r"broadcast to x's shape \[2, 3, 4, 5\]"),
         (lambda: flexmasks.masked_softmax(X, mask=X[None] > 0), ValueError, "must broadcast"),
         (lambda: flexmasks.masked_softmax(X, mask=lambda b, h, q, kv: q, q_offset=0), TypeError, "boolean"),
-        (lambda: flexmasks.scaled_masked_softmax(X, X), TypeError, "boolean or integer .* True = hidden, got float32"),
-        (lambda: flexmasks.scaled_masked_softmax(X, None), TypeError, "boolean or integer tensor, .* got NoneType"),
+        (lambda: flexmasks.scaled_masked_softmax(X, X.cfloat()), TypeError, "booleans or numbers, .* got"),
+        (lambda: flexmasks.scaled_masked_softmax(X, None), TypeError, "booleans or numbers, .* got NoneType"),
         (lambda: flexmasks.scaled_masked_softmax(X, X[..., :2] > 0), ValueError, "must broadcast"),
         (lambda: flexmasks.scaled_masked_softmax(X, (X > 0).to("meta")), ValueError, "`mask` is on meta, `x` on cpu"),
         (lambda: flexmasks.scaled_masked_softmax(X[0, 0, 0, 0], X > 0), ValueError, "at least one dimension"),
@@ -305,3 +306,46 @@ def test_a_module_is_a_mask() -> None:
 def test_kernels_by_the_interpreter(selection: str) -> None:
     """The kernels' own tests, in a process that chose Triton's interpreter before it was imported."""
     check_by_the_interpreter(str(Path(__file__).with_name("test_softmax_kernels.py")), "-m", selection)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (3, 2, 5, 5), (2, 3, 2, 5, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_scores_of_other_dimensions(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Without heads, without batch elements, and with several dimensions of them; also in another dtype."""
+    x = torch.randn(shape)
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    want = torch.softmax(x.masked_fill(hidden, -math.inf), -1, dtype=dtype)
+    got = flexmasks.masked_softmax(x, mask="causal", dtype=dtype)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(flexmasks.masked_softmax(x, mask=~hidden, dtype=dtype), want)
+    if len(shape) == 3:  # [B, Q, K]
+        lens = torch.tensor([5, 2, 3])
+        visible = torch.arange(5) < lens[:, None, None]
+        want = torch.softmax(x.masked_fill(~visible, -math.inf), -1)
+        torch.testing.assert_close(flexmasks.masked_softmax(x, mask="padding", seq_lens=lens), want)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float32])
+def test_masks_and_scales_of_the_source(dtype: torch.dtype, is_compiled: bool) -> None:
+    """A mask of any dtype, and a scale of one element, with or without a dimension."""
+    x, hidden = torch.randn(2, 3, 4, 6), torch.rand(2, 1, 4, 6) > 0.6
+    hidden[..., 0] = False
+    call: Any = flexmasks.scaled_masked_softmax
+    torch._dynamo.reset()
+    call = torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+    want = torch.softmax((x * 0.5).masked_fill(hidden, -math.inf), -1)
+    for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5])):
+        torch.testing.assert_close(call(x, hidden.to(dtype), scale), want)
+
+
+def test_a_scale_that_learns() -> None:
+    x, hidden = torch.randn(2, 3, 4, 6, dtype=torch.float64), torch.rand(4, 6) > 0.6
+    hidden[:, 0] = False
+    scale = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    got = flexmasks.scaled_masked_softmax(x, hidden, scale)
+    want = torch.softmax((x * scale).masked_fill(hidden, -math.inf), -1)
+    for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), scale) for y in (got, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -18,22 +18,25 @@ from flexmasks.spec.parameters import describe
 
 ARRAYS = (list, tuple, np.ndarray)
 _SCORE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HIDDEN_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_HIDDEN_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SCORE_DTYPES)
 _SYMBOLIC_NUMBERS = (torch.SymFloat, torch.SymInt)
 _MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compute exp as a power of two
 
 
-def check_scores(call: str, x: Any, scale: Any, ndim: int | None = None) -> None:
+def check_scores(call: str, x: Any, scale: Any, dtype: Any = None, ndim: int = 1) -> None:
     """Check the scores and the scale of a softmax.
 
-    `ndim` is the number of dimensions that x must have. Raises TypeError or ValueError.
+    ndim: the least number of dimensions of x.
+
+    Raises TypeError or ValueError.
     """
     _check_tensor(call, "x", x, _SCORE_DTYPES, "must be a tensor of float16, bfloat16, float32 or float64")
-    if not x.ndim:
-        raise ValueError(f"{call}: `x` must have at least one dimension, got {describe(x)}.")
+    if dtype is not None and dtype not in _SCORE_DTYPES:
+        raise TypeError(f"{call}: `dtype` must be float16, bfloat16, float32 or float64, got {dtype}.")
     _check_scale(call, scale)
-    if ndim is not None and x.ndim != ndim:
-        raise ValueError(f"{call}: `x` must have {ndim} dimensions, [B, H, Q, K], got {describe(x)}.")
+    if x.ndim < ndim:
+        least = "one dimension" if ndim == 1 else "two dimensions, [..., Q, K]"
+        raise ValueError(f"{call}: `x` must have at least {least}, got {describe(x)}.")
 
 
 def check_visible(call: str, x: Tensor, mask: Any) -> None:
@@ -48,7 +51,7 @@ def check_visible(call: str, x: Tensor, mask: Any) -> None:
 
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
     """Check that a mask is a tensor, True = hidden. The mask must broadcast to x. Raises TypeError or ValueError."""
-    _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a boolean or integer tensor, True = hidden")
+    _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a tensor of booleans or numbers, True or 1 = hidden")
 
 
 def _check_scale(call: str, scale: Any) -> None:
