@@ -168,12 +168,8 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    elif layout != "bhsd":
-        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {layout!r}.")
-    if block_mask is None and hasattr(mask, "kv_num_blocks"):
-        mask, block_mask = None, cast(Any, mask)
+    q, k, v = _with_heads_first(layout, q, k, v)
+    mask, block_mask = _mask_or_blocks(mask, block_mask)
     request = later.request.Request(
         mask, score, params, scale, block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
@@ -505,6 +501,19 @@ def dense_mask(
     return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
+def _with_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if layout == "bhsd":
+        return q, k, v
+    if layout != "bshd":
+        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {layout!r}.")
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _mask_or_blocks(mask: Any, block_mask: Any) -> tuple[Any, Any]:
+    """Return a mask and a BlockMask, of which a user may pass either as the mask."""
+    return (None, mask) if block_mask is None and hasattr(mask, "kv_num_blocks") else (mask, block_mask)
+
+
 def _on_device_of(q: Any, value: Any) -> Any:
     """Return a list or a NumPy array as a tensor on the device of q."""
     return value if value is None or type(value) in (int, str) else listed(value, getattr(q, "device", None))
@@ -535,9 +544,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
-    if arguments.pop("layout", "bhsd") == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
     own["q_offset"] = _on_device_of(q, own.get("q_offset"))
-    if own.get("block_mask") is None and hasattr(own.get("mask"), "kv_num_blocks"):
-        own["block_mask"] = own.pop("mask")
+    own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))
     return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

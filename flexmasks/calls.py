@@ -187,8 +187,8 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
         return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS:
-        request = request._replace(q_offset=None if q.is_nested or q.shape[2] != k.shape[2] else 0)
+    if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS and not q.is_nested:
+        request = request._replace(q_offset=0) if q.shape[2] == k.shape[2] else request
     return _run_given(q, k, v, request, key_and_tensors(q, k, v, sinks_of(request)[1]))
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.table import BACKENDS
 from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
+from flexmasks.plans.traced import size_of
 from flexmasks.spec.parameters import Size
 
 
@@ -44,12 +44,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
         fail("pass `mask` or `block_mask`, not both.", TypeError)
     check_qkv(q, k, v)
     check_scale(request.scale)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    size = Size(
-        q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
-        ends_among_keys=request.ends_among_keys,
-    )  # fmt: skip
+    size = size_of(q, k, ends_among_keys=request.ends_among_keys)
     if request.q_offset is not None and not isinstance(request.q_offset, str):
         check_offset(ATTENTION, request.q_offset, size.batch, size.device)
     if request.block_mask is not None:

@@ -157,6 +157,8 @@ def test_layouts_that_do_not_fit() -> None:
     x = torch.randn(2, 30, 4, 8)
     with pytest.raises(ValueError, match="'bhsd' or 'bshd', got 'thd'"):
         flexmasks.attention(x, x, x, layout="thd")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="'bhsd' or 'bshd', got 'thd'"):
+        flexmasks.explain(x, x, x, layout="thd")
     with pytest.raises(ValueError, match=r"need layout='bshd'"):
         flexmasks.attention(x[:, :20], x, x, mask="full")
 

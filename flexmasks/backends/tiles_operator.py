@@ -22,6 +22,7 @@ from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.traced import size_of
 from flexmasks.spec.as_data import of_data
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -75,9 +76,7 @@ class Described(NamedTuple):
 
 def _size(q: Tensor, k: Tensor, q_offset: int | Tensor, sizes: tuple[int, ...] = ()) -> Size:
     """Return the sizes of a call, in which no value is read."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, heads = sizes or q.shape[:2]
-    return unread(Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype), q_offset)
+    return unread(size_of(q, k, sizes), q_offset)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Described) -> tuple[Tensor, Tensor]:

@@ -152,12 +152,15 @@ def _zeros_like(x: Tensor) -> Tensor:
     return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
 
 
-def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = ()) -> Size:
+def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: bool = True) -> Size:
     """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads = sizes or q.shape[:2]
     approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    return Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
+    return Size(
+        batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
+        ends_among_keys=ends_among_keys,
+    )  # fmt: skip
 
 
 def data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
