@@ -82,10 +82,12 @@ def attention(
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
-            Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the CPU get
-            copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a call: keys
-            that are expanded over the batch then take the memory of the whole batch. Larger ones are not copied, and
-            compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch elements and
+            Of batch size 1 they are for all queries, as a prompt that all share. They may have another dtype than q,
+            such as float8, with its scale in the score; only the backends "triton", without gradients, and "reference"
+            take that. Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the
+            CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a
+            call: keys that are expanded over the batch then take the memory of the whole batch. Larger ones are not
+            copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch elements and
             heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, a plan, a function (b, h, q, kv) -> bool of index tensors, True =
@@ -99,9 +101,11 @@ def attention(
             Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
             So do functions without tensors on a CPU, where it compiles nothing and is as fast.
             Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
-            mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
-            captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
-            `~mask`, which torch does not trace. Values of tensors are not checked there.
+            mask are computed by your graph, from the tensors of each run. A function that is made there and captures
+            variables, a partial or an object is exact and slow: its blocks are found by a look at all pairs, at each
+            run. Make a Mask of it outside the compiled function, with `get_mask`, or the block mask once for all
+            layers. Write `mask.__invert__()` for `~mask`, which torch does not trace. Values of tensors are not checked
+            there.
             The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
             flexmasks where it is loaded. One for a fixed length that was exported under torch.no_grad, or on a GPU,
@@ -131,7 +135,7 @@ def attention(
             for float64), -inf for a row that sees nothing; differentiable.
         backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton", "dense",
             "cpu", "reference". A named backend that cannot run the call raises an error.
-        kernel_options: passed on to torch's flex_attention.
+        kernel_options: passed on to torch's flex_attention. BACKEND is "AUTO", "TRITON", "FLASH" or "TRITON_DECODE".
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
             its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
@@ -436,6 +440,9 @@ def block_mask(
     flex_attention too. On a GPU, from torch 2.14 on, lists of more than 16 million places in all are only about as long
     as the fullest one, so that a million tokens need not take a gigabyte.
 
+    Inside torch.compile it is part of the graph. Blocks are then found by bounds of the mask: they are full or empty
+    only where the bounds prove it. `batch` and `heads` must be given there if a function of yours reads b or h.
+
     It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
     `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
     that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
@@ -468,6 +475,11 @@ def block_mask(
     """
     if not isinstance(as_data, bool):
         raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
+    if compat.is_compiling():
+        if as_data:
+            raise ValueError("flexmasks.block_mask: inside torch.compile it makes no `as_data`; make it outside.")
+        given = get_mask(mask, **params), q_len, kv_len, (batch, heads), device, block_size, q_offset
+        return later.traced_blocks.traced_block_mask("flexmasks.block_mask", *given)
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
     return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 

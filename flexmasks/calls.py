@@ -95,6 +95,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
+    k, v = _for_each_batch_element(q, k, v)
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
     request = unwrapped(q, k, request)
@@ -111,6 +112,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         return as_nested(q, result.out, result.lse)
 
 
+def _for_each_batch_element(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v for all batch elements of q, without a copy; those of one batch element are for all."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or any_nested(q, k, v):
+        return k, v
+    if q.ndim == k.ndim == v.ndim == _DIMS and k.shape[0] == v.shape[0] == 1 != q.shape[0]:
+        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return k, v
+
+
 def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call that takes its tokens into tiles.
 
@@ -122,6 +132,7 @@ def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
+    k, v = _for_each_batch_element(q, k, v)
     request = unwrapped(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)

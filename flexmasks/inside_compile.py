@@ -11,10 +11,9 @@ a score that was not made a Score outside, and those by slices, whose checkpoint
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,14 +38,14 @@ from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
+from flexmasks.backends.traced_blocks import blocks_of_function, data_of_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
-from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import lists_of, reading_bits
-from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
@@ -90,13 +89,18 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         block_mask = widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        data = data_of(mask, q.device)
+        data = data_of_mask(mask, q.device)
     score_data = data_of_score(score, q.device)
     q_offset = aligned_traced(q, k, request.q_offset, data, score, score_data, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
+    if block_mask is None and data == UNKNOWN:
+        block_mask = blocks_of_function(cast(Mask, mask), unread(size, q_offset), q_offset, block_size_for(size))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
-    of_mask = (data, q_offset, None, ()) if block_mask is None else _data_of_block_mask(block_mask, q.device)
+    if request.block_mask is None:
+        of_mask: tuple[Any, ...] = data, q_offset, None, ()
+    else:
+        of_mask = _data_of_block_mask(request.block_mask, q.device)
     facts = _facts_of(q, k, v, request, score)
     scale = compat.constants(request.scale)
     arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
@@ -137,7 +141,7 @@ def _attend(
     lists: those of given blocks.
     options: the items of kernel_options.
     """
-    with _errors_logged():
+    with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
         of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
@@ -258,7 +262,7 @@ def _block_mask(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
     block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
-    lists = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+    lists = planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
     lengths: Any = (size.q_len, size.kv_len)
     return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
 
@@ -346,7 +350,7 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
     torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The choice
     depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
-    with _errors_logged():
+    with errors_logged():
         name, ways = _choice(backend, _call_of(*arguments))
         return torch.empty(_NAMES.index(name), *ways, 0)
 
@@ -470,69 +474,6 @@ def _held(value: Any, backend: str) -> Any:
     if isinstance(value, dict):
         return {n: _held(v, backend) for n, v in value.items()}
     return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple | list) else value
-
-
-@in_graph
-def _planned_blocks(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
-) -> tuple[Tensor, ...]:
-    """Return the index tensors of a mask's blocks.
-
-    Calls of a graph that are alike share them: torch merges equal operations only in graphs of training, and only where
-    they read the same constants.
-
-    data: the mask as `data_of` returns it.
-    """
-    with _errors_logged():
-        kept = compat.kept_with_graph(q)
-        values: list[Any] = []
-        sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
-        key = None if kept is None else _key_of((data, q_offset, q.device, *sizes), values)
-        if kept is None or key is None:
-            return _blocks_of(data, q_offset, q, k, block_size)
-        if key not in kept:
-            kept[key] = _blocks_of(data, q_offset, q, k, block_size), values
-        indices: tuple[Tensor, ...] = kept[key][0]
-        return indices
-
-
-def _key_of(value: Any, values: list[Any]) -> Hashable | None:
-    """Return a key of what a traced call hands on, or None.
-
-    values: gets what must live as long as the key.
-    """
-    if isinstance(value, tuple | list):
-        keys = [_key_of(x, values) for x in value]
-        return None if None in keys else tuple(keys)
-    if isinstance(value, Tensor):
-        key, alive = compat.value_in_graph(value)
-        values.append(alive)
-        return key
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return "symbolic", str(value)
-    return (type(value), value) if isinstance(value, Hashable) else None
-
-
-@contextlib.contextmanager
-def _errors_logged() -> Iterator[None]:
-    """Log errors, which torch would replace by its own."""
-    try:
-        yield
-    except Exception as error:
-        _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
-        raise
-
-
-def _blocks_of(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
-) -> tuple[Tensor, ...]:
-    mask, size = cast(Mask, of_data("mask", data)), size_of(q, k)
-    with torch.no_grad(), naming(mask):
-        layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
-    if q.is_cuda:
-        return layout.indices
-    # torch's CPU kernel fails if two lists share their memory.
-    return tuple(flex_kernels.separate(x) for x in layout.indices)
 
 
 def _by_traced_reference(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flexmasks import pages as pages
     from flexmasks import request as request
     from flexmasks import sharded as sharded
+    from flexmasks.backends import traced_blocks as traced_blocks
     from flexmasks.plans import lengths as lengths
 
 _MODULES = {
@@ -21,6 +22,7 @@ _MODULES = {
     "pages": "flexmasks.pages",
     "request": "flexmasks.request",
     "sharded": "flexmasks.sharded",
+    "traced_blocks": "flexmasks.backends.traced_blocks",
 }
 
 if not TYPE_CHECKING:

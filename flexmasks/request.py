@@ -14,6 +14,8 @@ from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, ch
 from flexmasks.plans.traced import size_of
 from flexmasks.spec.parameters import Size
 
+_BACKENDS_OF_TORCH = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
 
 class Request(NamedTuple):
     """The arguments of `attention` other than q, k and v."""
@@ -38,6 +40,9 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
         fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
     if kernel_options is not None and not isinstance(kernel_options, dict):
         fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+    if (kernel_options or {}).get("BACKEND", "AUTO") not in _BACKENDS_OF_TORCH:
+        known = ", ".join(map(repr, _BACKENDS_OF_TORCH))
+        fail(f"`kernel_options`: BACKEND must be one of {known}, got {(kernel_options or {})['BACKEND']!r}.")
     if not isinstance(request.return_lse, bool):
         fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
     if request.block_mask is not None and request.mask is not None:

@@ -797,8 +797,9 @@ def test_indices_on_a_gpu(queries: int) -> None:
         visible = create_mask(mask, BATCH, HEADS, queries, LENGTH, "cuda")
         want = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
         flexmasks.clear_caches()
-        assert flexmasks.explain(q, k, v, mask=mask, backend="triton").mask == "its function", name
-        assert error(flexmasks.attention(q, k, v, mask=mask, backend="triton"), want.cpu()) < 1.6e-2, name
+        how: dict[str, Any] = {"mask": mask, "backend": "triton", "q_offset": 0}
+        assert flexmasks.explain(q, k, v, **how).mask == "its function", name
+        assert error(flexmasks.attention(q, k, v, **how), want.cpu()) < 1.6e-2, name
 
 
 @pytest.mark.gpu

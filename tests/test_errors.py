@@ -260,8 +260,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "inner of pages a name": (paged(inner="causal"), "`inner` must be a Mask"),
     # q, k, v
     "rank": (attending_to(Q[0]), "`q` must have 4 dimensions, [B, H, S, D]; got q float32[4, 64, 16] on cpu"),
-    "batch": (attending_to(Q[:1]), "one batch size; got q float32[1, 4, 64, 16]"),
-    "dtype": (attending_to(Q.half()), "one dtype; got q float16"),
+    "batch": (attending_to(Q[:1]), "one batch size, or k and v batch size 1; got q float32[1, 4, 64, 16]"),
+    "dtype": (lambda: flexmasks.attention(Q, K, V.half()), "k and v must have one dtype; got q float32"),
     "device": (attending_to(Q, K.to("meta")), "on one device; got"),
     "head size": (attending_to(Q[..., :8]), "q and k must have one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (attending_to(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),

@@ -41,6 +41,7 @@ ORDER = {
             ["pages", "sharded"],
             ["later"],
             ["attention", "softmax"],
+            ["flex"],
             ["planning"],
             ["pictures"],
             ["integrations"],

@@ -20,6 +20,8 @@ def refuses(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
+    if call.is_traced and call.mask.opaque and not call.mask.is_given:
+        return "its kernel reads no tensors that the compiled function computes, and which the mask reads is not known"
     if call.is_traced and _reads_symbolic_sizes(call):
         return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
     return flex.refuses(call)

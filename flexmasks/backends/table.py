@@ -55,6 +55,7 @@ class Backend:
     blocks: Callable[[Call], Blocks] = lambda call: call.mask.blocks()  # blocks of the size that its kernel takes
     plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
     reads_pages: bool = False
+    reads_any_dtype: bool = False  # k and v may have another dtype than q
 
 
 BACKENDS = {
@@ -72,14 +73,14 @@ BACKENDS = {
         ),
         Backend(
             "triton", triton.refuses, triton.run, triton.adds_in_any_order, triton.compiles, _FLEX_RECOMPILES_ON,
-            flex.why_data,
+            flex.why_data, reads_any_dtype=True,
         ),
         Backend("dense", dense.refuses, dense.run),
         Backend(
             "cpu", cpu.refuses, cpu.run, compiles=cpu.compiles, recompiles_on=_FLEX_RECOMPILES_ON,
             why_data=flex.why_data,
         ),
-        Backend("reference", reference.refuses, reference.run),
+        Backend("reference", reference.refuses, reference.run, reads_any_dtype=True),
     )
 }  # fmt: skip
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
@@ -158,6 +159,8 @@ def why_not(name: str, call: Call) -> str | None:
     backend = BACKENDS[name]
     if call.pages is not None and not backend.reads_pages:
         return "it reads no pages"
+    if call.k.dtype != call.q.dtype and not backend.reads_any_dtype:
+        return "its kernel takes k and v in the dtype of q only"
     sums = backend.adds_in_any_order(call) if must_be_deterministic() else None
     if sums is not None:
         return f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"

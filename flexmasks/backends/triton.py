@@ -14,6 +14,8 @@ def refuses(call: Call) -> str | None:
         return "it runs on CUDA only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.k.dtype != call.q.dtype and call.needs_grad:
+        return "its kernel has gradients only where q, k and v have one dtype"
     return flex.refuses(call)
 
 

@@ -40,7 +40,12 @@ def are_narrow(block_mask: compat.BlockMask) -> bool:
 
 def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
     """A BlockMask whose lists have a place for each block, which torch's kernels want on a CPU, but not on a GPU."""
-    if block_mask.kv_indices.is_cuda or not are_narrow(block_mask):
+    return block_mask if block_mask.kv_indices.is_cuda else in_full_width(block_mask)
+
+
+def in_full_width(block_mask: compat.BlockMask) -> compat.BlockMask:
+    """A BlockMask whose lists have a place for each block."""
+    if not are_narrow(block_mask):
         return block_mask
     rows, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     tensors = []

@@ -52,14 +52,15 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     dims = "[B, H, S, D]"
     _check_strided(wrong, q=(q, dims), k=(k, dims), v=(v, dims))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-            wrong(f"`{name}` must be float16, bfloat16, float32 or float64", TypeError)
-    if not q.dtype == k.dtype == v.dtype:
-        wrong("q, k and v must have one dtype", TypeError)
+        if not x.dtype.is_floating_point or (x is q and x.dtype.itemsize < 2):
+            more = "" if x is q else ", or float8 for both k and v"
+            wrong(f"`{name}` must be float16, bfloat16, float32 or float64{more}", TypeError)
+    if k.dtype != v.dtype:
+        wrong("k and v must have one dtype", TypeError)
     if not q.device == k.device == v.device:
         wrong("q, k and v must be on one device")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        wrong("q, k and v must have one batch size")
+        wrong("q, k and v must have one batch size, or k and v batch size 1")
     if q.shape[3] != k.shape[3]:
         wrong("q and k must have one head size D")
     if k.shape[1] != v.shape[1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -109,6 +109,14 @@ class PortableBlockMask(BlockMask):
         lists, state = lists_of(self), self.source.state()
         sizes = tuple(self.seq_lengths), tuple(self.BLOCK_SIZE)
         return loaded_block_mask, (lists, *sizes, state, _checksum(lists, state))
+
+
+def made_like(known: BlockMask, *arguments: Any) -> BlockMask:
+    """Return a BlockMask with the blocks of a known one, and what that knows of its mask; torch can trace this."""
+    made: Any = type(known)(*arguments)
+    if isinstance(known, PortableBlockMask):
+        made.source = known.source
+    return cast(BlockMask, made)
 
 
 def loaded_block_mask(

@@ -24,8 +24,15 @@ _PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it wi
 _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
+class Unreadable(ValueError):
+    """Error of a mask or score with a function that only torch's tracing can read."""
+
+
 def data_of(mask: Modifier, device: torch.device) -> Flat:
-    """Return a mask as data, in the form in which graphs take it. torch traces this function."""
+    """Return a mask as data, in the form in which graphs take it. torch traces this function.
+
+    Raises Unreadable.
+    """
     leaves: list[Any] = []
     text = _text_of(mask, device, leaves)
     return Flat(text, tuple(leaves))
@@ -69,8 +76,8 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     function, reads, what = definition.function, definition.reads, f"the {definition.kind} function {definition.name!r}"
     if isinstance(reads, str):
         _fail(f"{what} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}")
-    if not isinstance(function, types.FunctionType):
-        _fail(f"{what} is a {type(function).__name__}, which torch.compile cannot follow; pass a plain function.")
+    if reads is None and not isinstance(function, types.FunctionType):
+        _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
     if reads is not None:
         name, captured = f"{_noted(*definition.functions)}", read(reads)
     elif function.__code__.co_freevars:  # not a Mask made outside
@@ -121,4 +128,4 @@ def value_of(kind: str, data: Any) -> Any:
 
 
 def _fail(message: str) -> NoReturn:
-    raise ValueError(f"flexmasks.attention: {message}")
+    raise Unreadable(f"flexmasks.attention: {message}")

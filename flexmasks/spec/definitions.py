@@ -109,6 +109,8 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
         code = function.__code__
         if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
             return Definition(kind, name, function, {}, **hooks)
+    if compat.is_compiling() and isinstance(function, functools.partial):
+        return Definition(kind, name, function, {}, **hooks)
     try:
         signature = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

@@ -1,0 +1,193 @@
+"""Block masks inside torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import logging
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flexmasks import compat
+from flexmasks.backends import flex_kernels
+from flexmasks.graphs import in_graph
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.checks import fail
+from flexmasks.plans.naming import naming
+from flexmasks.plans.portable import OfMask, PortableBlockMask
+from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.plans.traced import UNKNOWN, size_of
+from flexmasks.plans.traced_alignment import aligned_traced
+from flexmasks.spec.as_data import Unreadable, data_of, of_data
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask, Modifier
+
+_log = logging.getLogger("flexmasks")
+
+
+def data_of_mask(mask: Mask, device: torch.device) -> Any:
+    """Return a mask as data, or UNKNOWN if only torch's tracing can read it."""
+    try:
+        return data_of(mask, device)
+    except Unreadable as why:
+        _log_unreadable(str(why))
+        return UNKNOWN
+
+
+@compat.constant_in_graphs
+def _log_unreadable(why: str) -> None:
+    _log.warning("%s Until then its blocks are found by a look at all pairs of queries and keys, at each run.", why)
+
+
+def traced_block_mask(
+    call: str, mask: Mask, q_len: Any, kv_len: Any, sizes: tuple[Any, Any], device: Any, block_size: Any, q_offset: Any
+) -> compat.BlockMask:
+    """Return what `flexmasks.block_mask` returns, by a plan that is part of the user's graph.
+
+    Blocks are full or empty where bounds of the mask prove it, see `plans.bounds`.
+
+    sizes: of batch and heads, or None.
+    """
+    kv_len, rows_and_columns = q_len if kv_len is None else kv_len, block_size
+    if isinstance(block_size, int):
+        rows_and_columns = block_size, block_size
+    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", sizes[0]), ("heads", sizes[1])):
+        if not isinstance(n, int) and not (n is None and name in ("batch", "heads")):
+            fail(f"`{name}` must be an int of at least 1, got {type(n).__name__}.", call=call)
+    batch, heads = sizes[0] or mask.batch_size(), sizes[1]
+    _check_open_extents(call, mask, batch, heads)
+    data = data_of_mask(mask, torch.device("cpu") if device is None else torch.device(device))
+    tensors = [] if data == UNKNOWN else [x for x in data.leaves if isinstance(x, Tensor)]
+    start = torch.empty((), device=(tensors[0].device if tensors else "cpu") if device is None else device)
+    q, k = start.expand(batch or 1, heads or 1, q_len, 1), start.expand(batch or 1, heads or 1, kv_len, 1)
+    offset = aligned_traced(q, k, q_offset, data, None, UNKNOWN, False)
+    size = unread(size_of(q, k), offset)
+    if data == UNKNOWN:
+        return blocks_of_function(mask, size, offset, rows_and_columns)
+    mask_mod = shifted_mask(mask.bind(mask.resolve(size)), offset)
+    lists = planned_blocks(data, offset, q, k, rows_and_columns)
+    arguments: Any = (q_len, kv_len), *lists, rows_and_columns, mask_mod
+    made = PortableBlockMask(*arguments)
+    made.source = OfMask(mask, batch or 1, heads or 1, offset)
+    return made
+
+
+def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | None) -> None:
+    """Check that a mask which may depend on the batch element or the head is given their numbers."""
+    for inner in mask.inside():
+        reads_b, reads_h = (False, False) if inner.definition.own else _reads_batch_and_heads(inner)
+        reads_h = reads_h or inner.implied_size("H") is not None
+        for name, n, is_read in (("batch", batch, reads_b), ("heads", heads, reads_h)):
+            if is_read and n is None:
+                fail(f"mask {inner.name!r} may depend on the index that `{name}` counts: pass `{name}`.", call=call)
+
+
+def blocks_of_function(mask: Mask, size: Size, q_offset: Offset, block_size: tuple[int, int]) -> compat.BlockMask:
+    """Return the block mask of a function that only torch's tracing can read, by torch's own create_block_mask.
+
+    It asks the function for all pairs of queries and keys, at each run of the graph.
+    """
+    bound = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # torch takes no methods and partials
+        return bound(b, h, q, kv)
+
+    reads_b, reads_h = _reads_batch_and_heads(mask)
+    batch, heads = size.batch if reads_b else None, size.heads if reads_h else None
+    return create_block_mask(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, block_size)
+
+
+def _reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
+    reads_b = reads_h = False
+    for inner in mask.inside():
+        function, bound = inner.definition.function, 0
+        if isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, types.MethodType):
+            function, bound = function.__func__, 1
+        elif not isinstance(function, types.FunctionType):
+            function, bound = type(function).__call__, 1
+        found = _indices_read(function.__code__, bound) if isinstance(function, types.FunctionType) else (True, True)
+        reads_b, reads_h = reads_b or found[0], reads_h or found[1]
+    return reads_b, reads_h
+
+
+@compat.constant_in_graphs
+def _indices_read(code: types.CodeType, bound: int) -> tuple[bool, bool]:
+    """Return whether code may read the first and the second of its arguments behind the bound ones."""
+    if code.co_argcount < bound + 2:
+        return True, True
+    read = set(code.co_cellvars)
+    for instruction in dis.get_instructions(code):
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        read.update(name for name in names if isinstance(name, str))
+    return code.co_varnames[bound] in read, code.co_varnames[bound + 1] in read
+
+
+@in_graph
+def planned_blocks(
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Return the index tensors of a mask's blocks.
+
+    Calls of a graph that are alike share them: torch merges equal operations only in graphs of training, and only where
+    they read the same constants.
+
+    data: the mask as `data_of` returns it.
+    """
+    with errors_logged():
+        kept = compat.kept_with_graph(q)
+        values: list[Any] = []
+        sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
+        key = None if kept is None else _key_of((data, q_offset, q.device, *sizes), values)
+        if kept is None or key is None:
+            return _blocks_of(data, q_offset, q, k, block_size)
+        if key not in kept:
+            kept[key] = _blocks_of(data, q_offset, q, k, block_size), values
+        indices: tuple[Tensor, ...] = kept[key][0]
+        return indices
+
+
+def _key_of(value: Any, values: list[Any]) -> Hashable | None:
+    """Return a key of what a traced call hands on, or None.
+
+    values: gets what must live as long as the key.
+    """
+    if isinstance(value, tuple | list):
+        keys = [_key_of(x, values) for x in value]
+        return None if None in keys else tuple(keys)
+    if isinstance(value, Tensor):
+        key, alive = compat.value_in_graph(value)
+        values.append(alive)
+        return key
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return "symbolic", str(value)
+    return (type(value), value) if isinstance(value, Hashable) else None
+
+
+@contextlib.contextmanager
+def errors_logged() -> Iterator[None]:
+    """Log errors, which torch would replace by its own."""
+    try:
+        yield
+    except Exception as error:
+        _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
+        raise
+
+
+def _blocks_of(
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    mask, size = cast(Mask, of_data("mask", data)), size_of(q, k)
+    with torch.no_grad(), naming(mask):
+        layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
+    if q.is_cuda:
+        return layout.indices
+    # torch's CPU kernel fails if two lists share their memory.
+    return tuple(flex_kernels.separate(x) for x in layout.indices)
