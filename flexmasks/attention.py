@@ -87,8 +87,8 @@ def attention(
             take that. Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the
             CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a
             call: keys that are expanded over the batch then take the memory of the whole batch. Larger ones are not
-            copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch elements and
-            heads, and then so is the output; for a sharded sequence there is
+            copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch
+            elements and heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, a plan, a function (b, h, q, kv) -> bool of index tensors, True =
             visible, or booleans as SDPA takes them, [Q, KV], [H, Q, KV] or [B or 1, H or 1, Q or 1, KV]; or a list of

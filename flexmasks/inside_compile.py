@@ -40,7 +40,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, data_of_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import of_block_mask, widened
+from flexmasks.blocks.lists import as_kernels_read, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
@@ -86,7 +86,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     block_mask: compat.BlockMask | None = None
     data: Any = UNKNOWN
     if request.block_mask is not None:
-        block_mask = widened(request.block_mask)
+        block_mask = as_kernels_read(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         data = data_of_mask(mask, q.device)

@@ -17,7 +17,7 @@ from flexmasks.backends.call import Call, Result
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.table import run as run_on_backend
-from flexmasks.blocks.lists import widened
+from flexmasks.blocks.lists import as_kernels_read
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
 from flexmasks.plans.alignment import aligned, sequences_aligned
@@ -108,7 +108,7 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
     aliases = Aliases()
     mask_plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
-        mask_plan = GivenPlan(widened(request.block_mask))
+        mask_plan = GivenPlan(as_kernels_read(request.block_mask))
     else:
         mask = get_mask("full") if mask is None else mask
         mask_plan = MaskPlan(

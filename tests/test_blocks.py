@@ -875,7 +875,7 @@ def test_narrow_lists_are_widened_for_kernels_on_a_cpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(limits, "ENTRIES_OF_WIDE_LISTS", 0)
     monkeypatch.setattr("flexmasks.blocks.build.on_gpu", lambda device: True)
     narrow = build(_window, 1, 1, 2944, 2944, CPU, may_be_narrow=True).block_mask(_window)
-    wide = lists.widened(narrow)
+    wide = lists.in_full_width(narrow)
     assert narrow.kv_indices.shape[-1] < wide.kv_indices.shape[-1] == 23
     want = create_block_mask(_window, 1, 1, 2944, 2944, "cpu")
     for got, exactly in zip(of_block_mask(wide), of_block_mask(want), strict=True):

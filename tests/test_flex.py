@@ -425,7 +425,6 @@ def test_masks_on_a_gpu(name: str) -> None:
     mask, (q, k, v) = _masks("cuda")[name], _qkv(2, "cuda", torch.bfloat16)
     k, v = (x[:1].detach().requires_grad_() for x in (k, v))
     visible = of_torch.create_mask(mask, B, H, S, S, "cuda")
-    want, lse, most = _formula(q, k, v, None, visible)
     arguments: Any = (mask, B, H, S, S)
     _assert_equal(flex.create_block_mask(*arguments), of_torch.create_block_mask(*arguments, "cuda"))
 
@@ -435,6 +434,7 @@ def test_masks_on_a_gpu(name: str) -> None:
 
     for call in (step, torch.compile(step, fullgraph=True)):
         out, aux = call(q, k, v)
+        want, lse, most = _formula(q, k, v, None, visible)
         assert _error(out, want) < 2e-2
         assert _error(aux.lse, lse) < 2e-2
         _check_gradients(out, want, [q, k, v], 2e-2)
@@ -443,14 +443,18 @@ def test_masks_on_a_gpu(name: str) -> None:
         request = flex.AuxRequest(lse=True, max_scores=True)
         _, aux = flex.flex_attention(q, k, v, None, block_mask, enable_gqa=True, return_aux=request)
     assert _error(aux.max_scores, most) < 2e-2
+    part = of_torch.create_block_mask(mask, B, H, S, S, "cuda")[:, 1:3]  # slices of lists, and expanded ones
+    part.mask_mod = lambda b, h, q, kv: mask(b, h + 1, q, kv)
+    want, *_ = _formula(q[:, 1:3], k, v, None, visible[:, 1:3])
+    for call in (flex.flex_attention, torch.compile(flex.flex_attention, fullgraph=True)):
+        assert _error(call(q[:, 1:3], k, v, block_mask=part), want) < 2e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", _scores())
 def test_scores_on_a_gpu(name: str) -> None:
     score_mod, (q, k, v) = _scores("cuda")[name], _qkv(H, "cuda", torch.bfloat16)
-    want, *_ = _formula(q, k, v, score_mod, None)
     for call in (flex.flex_attention, torch.compile(flex.flex_attention, fullgraph=True)):
-        out = call(q, k, v, score_mod)
+        out, (want, *_) = call(q, k, v, score_mod), _formula(q, k, v, score_mod, None)
         assert _error(out, want) < 2e-2 * max(1.0, float(want.detach().abs().max()))
         _check_gradients(out, want, [q, k, v], 4e-2)

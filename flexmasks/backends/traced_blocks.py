@@ -36,7 +36,7 @@ def data_of_mask(mask: Mask, device: torch.device) -> Any:
     try:
         return data_of(mask, device)
     except Unreadable as why:
-        _log_unreadable(str(why))
+        _log_unreadable(why.args[0])
         return UNKNOWN
 
 

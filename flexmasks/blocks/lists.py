@@ -38,9 +38,25 @@ def are_narrow(block_mask: compat.BlockMask) -> bool:
     return any(x is not None and x.shape[-1] < columns for x in (block_mask.kv_indices, block_mask.full_kv_indices))
 
 
-def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
-    """A BlockMask whose lists have a place for each block, which torch's kernels want on a CPU, but not on a GPU."""
-    return block_mask if block_mask.kv_indices.is_cuda else in_full_width(block_mask)
+def as_kernels_read(block_mask: compat.BlockMask) -> compat.BlockMask:
+    """A BlockMask in the form that torch's kernels read right.
+
+    On a CPU its lists need a place for each block. Kernels for GPUs know one step between heads, and take that between
+    batch elements to follow from it, so that lists which are slices or expanded are copied: seen with torch 2.11.
+    """
+    if not block_mask.kv_indices.is_cuda:
+        return in_full_width(block_mask)
+    tensors = _lists_of(block_mask)
+    if all(x is None or x.is_contiguous() for x in tensors):
+        return block_mask
+    lists = [None if x is None else x.contiguous() for x in tensors]
+    arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, block_mask.mask_mod)
+    return compat.BlockMask(*arguments)
+
+
+def _lists_of(block_mask: compat.BlockMask) -> list[Tensor | None]:
+    names = [f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices")]
+    return [getattr(block_mask, name) for name in names]
 
 
 def in_full_width(block_mask: compat.BlockMask) -> compat.BlockMask:
