@@ -43,7 +43,7 @@ import flexmasks
 from flexmasks import Mask, inside_compile
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flash, kernel_tiles, table
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.masks import causal
+from flexmasks.masks.causal import causal
 from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
@@ -441,11 +441,11 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
     ]
     assert [len(n) for n in names] == [2, 1]
 
-    @functools.wraps(causal.causal)
+    @functools.wraps(causal)
     def wrapped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv - 3
 
-    for name, function in (("another_causal", causal.causal), ("wrapped_causal", wrapped)):
+    for name, function in (("another_causal", causal), ("wrapped_causal", wrapped)):
         flexmasks.register_mask(name=name)(function)
         assert not flexmasks.get_mask(name).is_own()
     assert flexmasks.packed("causal", [0, 9]).is_own()
