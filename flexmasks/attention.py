@@ -162,7 +162,8 @@ def attention(
         Texts packed end to end, and a padded batch:
 
         >>> document_ids = torch.arange(100) // 30
-        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=document_ids)
+        >>> from flexmasks.masks import causal, document
+        >>> packed = causal() & document(document_ids=document_ids)
         >>> out = flexmasks.attention(q, k, v, mask=packed)
         >>> out = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60]))
         >>> bool((out[1, :, 60:] == 0).all())

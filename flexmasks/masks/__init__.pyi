@@ -424,8 +424,7 @@ def prefix_lm(
     """Every query sees the prefix, keys 0 to prefix_len - 1; later keys causally.
 
     prefix_len: length of the prefix, one for all or one for each batch element. If it is longer than the keys,
-        everything is visible. Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]),
-        offsets)`.
+        everything is visible. Inside documents: `packed(prefix_lm(prefix_len=[one per document]), offsets)`.
     """
 
 def sasa(

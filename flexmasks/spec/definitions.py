@@ -204,7 +204,7 @@ def definition(kind: str, name: str) -> Definition:
     if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
         raise ValueError(
             f"flexmasks: no mask is named {name!r}; masks are combined as values: "
-            'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
+            "flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids)."
         )
     raise ValueError(f"flexmasks: no {kind} is named {name!r}; {_hint(kind, name)}")
 
