@@ -819,6 +819,16 @@ def test_clear() -> None:
     assert outcome(lambda: blocks("causal")) == "miss"
 
 
+def test_the_total_comes_first() -> None:
+    blocks("causal")
+    (name, total), *caches = flexmasks.cache_info().items()
+    assert name == "total"
+    assert {name for name, _ in caches} == {"kinds", "plans", "kernels", "launches"}
+    for field in ("hits", "misses", "entries"):
+        assert getattr(total, field) == sum(getattr(info, field) for _, info in caches) > 0 or field == "hits"
+    assert total.bytes == sum(info.bytes for name, info in caches if name in ("kinds", "plans")) > 0
+
+
 def test_bytes_are_counted_and_bounded() -> None:
     whole = Cache(max_bytes=100)
     cache, other = Part[int](whole, "ours"), Part[int](whole, "other")
