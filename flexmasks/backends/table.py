@@ -105,6 +105,13 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     return able, reasons
 
 
+def is_not_here(reason: str) -> bool:
+    """Return whether a reason against a backend is that this machine, or the device of a call, lacks it."""
+    return reason.startswith(("it runs on ", "it does not run on ", "it is not used on ")) or (
+        reason == fa4_package.why_unusable()
+    )
+
+
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda or call.pages is not None:
