@@ -1189,7 +1189,7 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 16)
     text = str(flexmasks.explain(q, k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: cpu")
-    assert "not flash: it runs on CUDA only" in text
+    assert "not here: fa4, flash, triton (it runs on CUDA only)" in text
     assert "empty 81, partial 19, full 0" in text
     text = str(flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: dense")
@@ -1579,7 +1579,7 @@ def test_explain_says_whether_a_call_compiles() -> None:
     )  # a call with sinks needs the lse
     assert repr(explanation) == str(explanation)
     root = ElementTree.fromstring(explanation._repr_html_())
-    assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
+    assert {"backend", "compiles", "not here"} <= {str(th.text) for th in root.iter("th")}
 
 
 @pytest.mark.parametrize(("device", "backend"), [*WHERE, pytest.param("cuda", "auto", marks=pytest.mark.gpu)])
