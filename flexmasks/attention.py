@@ -129,8 +129,10 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton", "dense",
-            "cpu", "reference". A named backend that cannot run the call raises an error.
+        backend: "auto" to choose a backend, or the name of one: "fa4" (FlashAttention 4), "decode" (few queries),
+            "sdpa", "flex" (torch's compiled flex_attention), "flex_flash" (the same by FlashAttention 4: "flex" with
+            torch's kernel_options={"BACKEND": "FLASH"}), "short" (the whole mask as a tensor) or "reference". A named
+            backend that cannot run the call raises an error.
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of

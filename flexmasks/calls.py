@@ -137,10 +137,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
             q, k, v, request = *(found[0].put(x, 2) for x in (q, k, v)), found[1]
         planned = plan_call(q, k, v, request)
         call = planned.call
-        check(call, request.backend)
+        check(call, request.backend_name)
         able, reasons = choose(call)
         is_auto = request.backend == "auto"
-        chosen = able[0] if is_auto else BACKENDS[request.backend]
+        chosen = able[0] if is_auto else BACKENDS[request.backend_name]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         compiles, blocks = chosen.compiles(call), chosen.blocks(call)
