@@ -83,12 +83,12 @@ def attention(
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
             Of batch size 1 they are for all queries, as a prompt that all share. They may have another dtype than q,
-            such as float8, with its scale in the score; only the backends "triton", without gradients, and "reference"
-            take that. Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the
-            CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a
-            call: keys that are expanded over the batch then take the memory of the whole batch. Larger ones are not
-            copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch
-            elements and heads, and then so is the output; for a sharded sequence there is
+            such as float8, with its scale in the score; only the backends "flex", on a GPU and without gradients, and
+            "reference" take that. Dv may be another head size than D, as in multi-head latent attention. Compiled
+            kernels for the CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up
+            to 256 MiB a call: keys that are expanded over the batch then take the memory of the whole batch. Larger
+            ones are not copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded
+            alike over batch elements and heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, a plan, a function (b, h, q, kv) -> bool of index tensors, True =
             visible, or booleans as SDPA takes them, [Q, KV], [H, Q, KV] or [B or 1, H or 1, Q or 1, KV]; or a list of
@@ -133,8 +133,10 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton", "dense",
-            "cpu", "reference". A named backend that cannot run the call raises an error.
+        backend: "auto" to choose a backend, or the name of one: "fa4" (FlashAttention 4), "decode" (few queries),
+            "sdpa", "flex" (torch's compiled flex_attention), "flex_flash" (the same by FlashAttention 4: "flex" with
+            torch's kernel_options={"BACKEND": "FLASH"}), "short" (the whole mask as a tensor) or "reference". A named
+            backend that cannot run the call raises an error.
         kernel_options: passed on to torch's flex_attention. BACKEND is "AUTO", "TRITON", "FLASH" or "TRITON_DECODE".
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
@@ -166,7 +168,8 @@ def attention(
         Texts packed end to end, and a padded batch:
 
         >>> document_ids = torch.arange(100) // 30
-        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=document_ids)
+        >>> from flexmasks.masks import causal, document
+        >>> packed = causal() & document(document_ids=document_ids)
         >>> out = flexmasks.attention(q, k, v, mask=packed)
         >>> out = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60]))
         >>> bool((out[1, :, 60:] == 0).all())

@@ -201,23 +201,34 @@ MAX_LAUNCHES = 4096  # of a kernel
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Return hits, misses, entries and bytes of the library's four caches, by name, in all and by what they hold.
+    """Return hits, misses, entries and bytes: the total of the library's four caches, then each, by name.
 
-    `kinds` holds what is known about kinds of calls, which differ in the values of tensors only, `plans` what was made
-    for certain tensors, `kernels` compiled kernels, each counted as one byte, and `launches` how the library's own
-    kernels are launched, whose hits are not counted. What they hold appears in `parts` once it is used.
+    The bytes of the total are those of `kinds` and `plans`. `kinds` holds what is known about kinds of calls, which
+    differ in the values of tensors only, `plans` what was made for certain tensors, `kernels` compiled kernels, each
+    counted as one byte, and `launches` how the library's own kernels are launched, whose hits are not counted. What
+    they hold appears in `parts` once it is used.
 
     Example:
         >>> import flexmasks
-        >>> sorted(flexmasks.cache_info())
-        ['kernels', 'kinds', 'launches', 'plans']
+        >>> list(flexmasks.cache_info())
+        ['total', 'kinds', 'plans', 'kernels', 'launches']
         >>> flexmasks.cache_info()["plans"].max_bytes
         4294967296
     """
     parts = {name: CacheInfo(0, 0, len(kept), len(kept), MAX_LAUNCHES, {}) for name, kept in _LAUNCHES.items()}
     count = sum(info.entries for info in parts.values())
     launches = CacheInfo(0, 0, count, count, MAX_LAUNCHES * len(parts), parts)
-    return {"kinds": KINDS.info(), "plans": PLANS.info(), "kernels": KERNELS.info(), "launches": launches}
+    caches = {"kinds": KINDS.info(), "plans": PLANS.info(), "kernels": KERNELS.info(), "launches": launches}
+    infos, of_tensors = caches.values(), (caches["kinds"], caches["plans"])
+    total = CacheInfo(
+        sum(info.hits for info in infos),
+        sum(info.misses for info in infos),
+        sum(info.entries for info in infos),
+        sum(info.bytes for info in of_tensors),
+        sum(info.max_bytes for info in of_tensors),
+        {},
+    )
+    return {"total": total, **caches}
 
 
 def clear_caches() -> None:

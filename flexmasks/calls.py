@@ -23,9 +23,9 @@ from flexmasks.backends.call import Refused, Replay, Result
 from flexmasks.backends.call_kind import CallKind, call_kind_of
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.table import BACKENDS, check, choose
+from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part
-from flexmasks.canvas import Tiles, tiles_for
+from flexmasks.canvas import Tiles, order_in_words, tiles_for
 from flexmasks.errors import passing_error
 from flexmasks.planned import (
     Planned,
@@ -143,24 +143,24 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
         found = tiles_for(q, k, v, request)
+        order = order_in_words(request, found and found[0])
         if found is not None:
             q, k, v, request = *(found[0].put(x, 2) for x in (q, k, v)), found[1]
         planned = plan_call(q, k, v, request)
         call = planned.call
-        check(call, request.backend)
+        check(call, request.backend_name)
         able, reasons = choose(call)
         is_auto = request.backend == "auto"
-        chosen = able[0] if is_auto else BACKENDS[request.backend]
+        chosen = able[0] if is_auto else BACKENDS[request.backend_name]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         compiles, blocks = chosen.compiles(call), chosen.blocks(call)
         mask = planned.mask.resized(blocks.block_mask.BLOCK_SIZE) or planned.mask
         plan = chosen.plan(call) or mask.explained()
-        if found is not None:
-            plan = f"{plan}; the call takes its tokens into {found[0]}, and its output back into rows"
         as_data = chosen.why_data(call)
         form = f"data: {as_data}" if as_data else "its function"
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks)
+        not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here, order)
 
 
 @unseen

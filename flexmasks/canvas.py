@@ -166,6 +166,25 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     return tiles, request._replace(mask=mask, params={})
 
 
+def order_in_words(request: Request, tiles: Tiles | None) -> str:
+    """Return what order="auto" does in a call, or "" if no mask of the call has it.
+
+    tiles: what `tiles_for` returned for the call.
+    """
+    if tiles is not None:
+        return f"auto: the call takes its tokens into {tiles}, and its output back into rows"
+    masks = request.mask if isinstance(request.mask, list | tuple) else [request.mask]
+    orders = [m.params.get("order") for mask in masks if isinstance(mask, Mask) for m in mask.inside()]
+    if any(isinstance(mask, str) and mask in _MASKS for mask in masks):
+        orders.append(request.params.get("order"))
+    if not any(isinstance(order, str) for order in orders):
+        return ""
+    return (
+        "auto: tokens stay in rows; tiles are for a call with this mask alone, without a score and q_offset, with as "
+        "many queries as keys, where they save enough blocks"
+    )
+
+
 # --- which tiles ---
 
 

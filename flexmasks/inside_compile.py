@@ -24,8 +24,8 @@ from flexmasks import compat
 from flexmasks.backends import (
     empty,
     fa4,
-    flash,
     flex,
+    flex_flash,
     flex_kernels,
     flex_operator,
     forms,
@@ -71,7 +71,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
     "fa4": fa4.DirectCall.of,
     "sdpa": sdpa.FusedCall.of,
 }
-_COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
+_COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
 _BITS = "bits"  # begins the data of a mask whose bits are known, see `Described.visible`
 
@@ -108,7 +108,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         data, offset, block_size, sizes = of_mask
         lists = () if block_mask is None else lists_of(block_mask)
         options = compat.constants(tuple((request.kernel_options or {}).items()))
-        constants = text_of_constants((request.backend, block_size, sizes, *facts))
+        constants = text_of_constants((request.backend_name, block_size, sizes, *facts))
         given = data, offset, score_data, q_offset, q, k, v, scale
         results = _attend(constants, request.sink_logits, lists, options, *given)
         if results[0].ndim:
@@ -224,7 +224,7 @@ def _run_traced(
 ) -> Result:
     """Run a call with a function that only torch's tracing can read."""
     of_mask, score_data, q_offset, q, k, v, _, facts = arguments
-    place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
+    place, way_of_mask, way_of_score, _ = _chosen(request.backend_name, *arguments).shape
     name, mask, score, size = _NAMES[place], _with_constants(mask), _with_constants(score), unread(size, q_offset)
     if block_mask is None:
         mask = cast(Mask, mask)
@@ -261,7 +261,7 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
 def _block_mask(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
-    block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
+    block_size = (flex_flash.block_size(q.shape[3], q.device) if name == "flex_flash" else None) or block_size_for(size)
     lists = planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
     lengths: Any = (size.q_len, size.kv_len)
     return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
@@ -283,13 +283,14 @@ def _by_flex(
 
     attend: that function, or one like it.
     """
-    if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
+    on_cpu = q.device.type == "cpu"
+    if on_cpu:  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex_kernels.widened(q, k, scale)
         q, k, v = flex_kernels.separate(q), flex_kernels.separate(k), flex_kernels.separate(v)
-    backend = "FLASH" if name == "flash" else None
+    backend = "FLASH" if name == "flex_flash" else None
     options = flex.options(q, k, v, backend, kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex_kernels.flex_by(attend, q, k, v, score_mod, block_mask, scale, options, with_lse)
-    return flex_kernels.separate(out) if name == "cpu" else out, lse
+    return flex_kernels.separate(out) if on_cpu else out, lse
 
 
 def _without_pairs(
@@ -466,7 +467,8 @@ def _held(value: Any, backend: str) -> Any:
     if backend not in _COMPILED:
         return value
     if isinstance(value, Tensor):
-        return flex_kernels.separate(value.detach()) if backend == "cpu" else value.unsqueeze(0).select(0, 0)
+        on_cpu = value.device.type == "cpu"
+        return flex_kernels.separate(value.detach()) if on_cpu else value.unsqueeze(0).select(0, 0)
     if isinstance(value, Modifier):
         return type(value)(value.definition, {n: _held(v, backend) for n, v in value.params.items()})
     if isinstance(value, ResolvedInner):

@@ -329,7 +329,7 @@ def _run_in_pages(
             _check_pages(q, k_cache, page_table, kv_lens)
         raise
     pages = Pages(k_cache, v_cache, page_table, kv_lens, cast(Mask, request.mask), are_last)
-    call, name = replace(planned.call, pages=pages), request.backend
+    call, name = replace(planned.call, pages=pages), request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
     if not is_captured(q.device):  # the values of the table are checked

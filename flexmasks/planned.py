@@ -72,7 +72,7 @@ def _run_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Resul
     if computes_nothing(q, k, v):
         return Result(*run_nothing(q, k, v, request)), None
     planned = plan_call(q, k, v, request)
-    return run_on_backend(planned.call, request.backend), planned
+    return run_on_backend(planned.call, request.backend_name), planned
 
 
 def run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:

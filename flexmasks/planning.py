@@ -153,7 +153,8 @@ def plan(
     Example:
         >>> import torch, flexmasks
         >>> ids = torch.arange(512) // 200
-        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        >>> from flexmasks.masks import causal, document
+        >>> packed = causal() & document(document_ids=ids)
         >>> plan = flexmasks.plan(packed, 512, batch=2, heads=4)
         >>> plan.sparsity
         0.5

@@ -32,6 +32,13 @@ class Request(NamedTuple):
     kernel_options: dict[str, Any] | None = None
     ends_among_keys: bool = True  # False where a tensor q_offset of the library's own may break the rule, see `sized`
 
+    @property
+    def backend_name(self) -> str:
+        """The name of the backend: "flex" with torch's kernel_options={"BACKEND": "FLASH"} is "flex_flash"."""
+        options = self.kernel_options
+        is_flash = self.backend == "flex" and isinstance(options, dict) and options.get("BACKEND") == "FLASH"
+        return "flex_flash" if is_flash else self.backend
+
 
 def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
     """Check all arguments except mask and score, which planning checks, and return the sizes."""

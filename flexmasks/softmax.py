@@ -1,4 +1,4 @@
-"""The fused masked softmax: `masked_softmax` by a mask's name, `scaled_masked_softmax` by a boolean tensor.
+"""The fused masked softmax: `masked_softmax` of any mask, `scaled_masked_softmax` in the form of Megatron-LM.
 
 Both call one operator, torch.ops.flexmasks.masked_softmax (flexmasks.kernels.softmax_operator), which torch.compile,
 torch.export and autograd know.
@@ -106,16 +106,19 @@ def _softmax(x: Tensor, rows: Rows, scale: float) -> Tensor:
 
 @says_what_to_write(lambda *given: "x, mask and scale")
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """Return softmax(x * scale) over unmasked columns, and 0 elsewhere.
+    """Return softmax(x * scale) over the columns that a mask in the form of Megatron-LM leaves, and 0 elsewhere.
 
-    The mask is read once, with its own strides, and never expanded in memory. A row whose columns are all masked is 0
+    In that form, as in apex, True, 1 or any number but 0 HIDES a column. It is the only call of flexmasks in which True
+    does not mean visible: `masked_softmax(x, mask=~hidden, scale=scale)` is the same for booleans.
+
+    The mask is read once, with its own strides, and never expanded in memory. A row whose columns are all hidden is 0
     everywhere (implementations that fill with a finite score instead of -inf give 1 / K there). NaN and inf act as in
     `masked_softmax`, and so do derivatives.
 
     Args:
         x: scores, [..., K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
-        mask: booleans or numbers, True or any but 0 = HIDDEN, as in Megatron-LM and apex. Of any shape that broadcasts
-            to x's: [B, 1, Q, K], say.
+        mask: booleans or numbers, True or any number but 0 = HIDDEN. Of any shape that broadcasts to x's: [B, 1, Q, K],
+            say.
         scale: factor of x, a finite number, or a tensor of one element, which the host reads. Where values cannot be
             read, as inside torch.compile, or where it learns, x is multiplied by it.
 

@@ -30,6 +30,7 @@ from _measure import (
     start,
     textbook,
 )
+from flexmasks.masks import causal, document
 
 
 def lengths_of_documents(total: int, longest: int) -> list[int]:
@@ -47,7 +48,7 @@ def ids_of(lengths: list[int]) -> Tensor:
 
 def packed_causal(ids: Tensor) -> flexmasks.Mask:
     """Return causal attention inside each document, two masks combined."""
-    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    return causal() & document(document_ids=ids)
 
 
 # %% The reference takes each document by itself, in a loop. Nothing is packed, and the only mask is causal.
@@ -114,8 +115,8 @@ def main() -> None:
     shape = (len(lengths) * q.shape[0], heads, max(lengths), 64)
     padded = random_qkv(shape)
     needed = sum(n * (n + 1) // 2 for n in lengths) * heads * q.shape[0]
-    causal: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
-    rows += [{"mask": "causal, padded", **row} for row in attention_rows(causal, needed, *padded)]
+    padded_causal: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    rows += [{"mask": "causal, padded", **row} for row in attention_rows(padded_causal, needed, *padded)]
     padding = 1 - total / (len(lengths) * max(lengths))
     note = f"Padded to the longest, {padding:.0%} of the tokens are padding, in every layer of a model."
     finish(rows, file, f"{note} TFLOP/s count the pairs inside documents.")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import flexmasks
 from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.clock import synchronize
+from flexmasks.masks import causal, document
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -119,7 +120,7 @@ class Model(nn.Module):
 # %% The only difference between the two models. The mask of a batch is made once for all layers.
 def by_flexmasks(batch: Batch) -> Attention:
     """Pass the mask as two functions; the ids of the documents are an input of the kernel."""
-    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=batch.documents)
+    mask = causal() & document(document_ids=batch.documents)
     return lambda q, k, v: flexmasks.attention(q, k, v, mask=mask)
 
 
@@ -171,7 +172,7 @@ def main() -> None:
     """Train twice and compare."""
     file = start(__doc__)
     batch = make_batch(torch.Generator().manual_seed(0))
-    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=batch.documents)
+    mask = causal() & document(document_ids=batch.documents)
     print(f"a batch: {SIZES.batch} x {SIZES.length} tokens; its mask: {mask.blocks(SIZES.length)}\n")
     runs = {"flexmasks": train(by_flexmasks), "SDPA + materialised mask": train(by_sdpa)}
     ours, theirs = runs.values()

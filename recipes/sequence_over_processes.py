@@ -31,6 +31,7 @@ import flexmasks
 from _measure import Row, check, finish, start
 from flexmasks.bench.clock import synchronize
 from flexmasks.integrations import distributed
+from flexmasks.masks import causal, document
 from flexmasks.pictures.output import Share
 
 ON_GPUS = torch.cuda.device_count() >= 2
@@ -178,7 +179,7 @@ class Together:
 
 def mask_of(documents: Tensor) -> flexmasks.Mask:
     """Return the mask of the whole sequence."""
-    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=documents)
+    return causal() & document(document_ids=documents)
 
 
 # %% Training is the same for one process and for several. Each makes the whole batch and takes its part.

@@ -223,11 +223,11 @@ def peak_memory() -> float:
 
 
 def skip_unless_flash_takes(leaves: Sequence[Tensor], **call: Any) -> None:
-    """Skip a test of backend "flash" if it is not installed or cannot run such a call."""
+    """Skip a test of backend "flex_flash" if it is not installed or cannot run such a call."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = leaves
     try:
-        flexmasks.explain(q, k, v, **call | {"backend": "flash"})
+        flexmasks.explain(q, k, v, **call | {"backend": "flex_flash"})
     except ValueError as error:
         if "cannot run this call" not in str(error):
             raise

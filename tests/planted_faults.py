@@ -282,13 +282,13 @@ FAULTS: list[Fault] = [
     Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
     Fault("scores/relative_bias.py", "distance < -reach, -reach, distance", "distance < -reach, -reach + 1, distance"),
     # --- backends ---
-    Fault("backends/dense_call.py", " or not all(map(has_memory, upstream))", ""),
+    Fault("backends/short_call.py", " or not all(map(has_memory, upstream))", ""),
     Fault(
-        "backends/dense_cpu.py",
+        "backends/short_cpu.py",
         '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',
         "",
     ),
-    Fault("backends/dense_cpu.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
+    Fault("backends/short_cpu.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
     Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
     Fault("backends/decode_cpu.py", ".long().clamp(0, len(cache) - 1)", ".long()"),
     Fault(

@@ -52,7 +52,7 @@ from flexmasks.planned import plan_call
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
 
-BACKENDS = {"cpu": ["reference", "cpu"], "cuda": ["reference", "triton", "flash"]}
+BACKENDS = {"cpu": ["reference", "flex"], "cuda": ["reference", "flex", "flex_flash"]}
 WHERE = [
     pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [])
     for device, backends in BACKENDS.items()
@@ -68,18 +68,18 @@ def of_dtypes(dtypes: Sequence[torch.dtype], late: torch.dtype) -> pytest.MarkDe
     cases = [
         pytest.param(*where.values, dtype, marks=where.marks)
         for where, dtype in itertools.product(WHERE, dtypes)
-        if where.values[1] != "cpu"
+        if where.values != ("cpu", "flex")
     ]
-    of_cpu = [("cpu", "cpu", dtype) for dtype in dtypes if dtype != late]
-    cases += [*one_in(len(of_cpu), of_cpu), in_campaigns(("cpu", "cpu", late))]
+    of_cpu = [("cpu", "flex", dtype) for dtype in dtypes if dtype != late]
+    cases += [*one_in(len(of_cpu), of_cpu), in_campaigns(("cpu", "flex", late))]
     return pytest.mark.parametrize(("device", "backend", "dtype"), cases)
 
 
 def _skip_unless_possible(backend: str, dtype: torch.dtype) -> None:
-    if backend == "flash":
+    if backend == "flex_flash":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
         if dtype == torch.float32:
-            pytest.skip("flash takes half precision only")
+            pytest.skip("flex_flash takes half precision only")
 
 
 def _of_lengths(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,9 +99,9 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
         out = flexmasks.attention(q, k, v, **arguments)
     assert torch.all(out[hidden] == 0)
     assert out.isfinite().all()
-    if backend == "cpu":
+    if (device, backend) == ("cpu", "flex"):
         return
-    if backend != "flash":  # flash gives no lse
+    if backend != "flex_flash":  # which gives no lse
         with torch.no_grad():
             lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
         assert torch.equal(lse == -math.inf, hidden)
@@ -215,7 +215,7 @@ _POISONED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
     lambda q, k, bias: bias[60],
 ]
 _SEEN = [("auto", 2, torch.float32), ("auto", 90, torch.float32), ("auto", 90, torch.bfloat16)]
-_MORE_SEEN = [(b, n, t) for b in ("cpu", "auto") for n in (1, 2, 90) for t in TOLERANCE if (b, n, t) not in _SEEN]
+_MORE_SEEN = [(b, n, t) for b in ("flex", "auto") for n in (1, 2, 90) for t in TOLERANCE if (b, n, t) not in _SEEN]
 
 
 def _some_see_nothing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -230,13 +230,13 @@ def _some_see_nothing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 )
 def test_poison_that_is_seen(backend: str, q_len: int, dtype: torch.dtype, needs_grad: bool) -> None:
     """Rows that see a score of NaN or inf are NaN, with the gradients of what they see; other rows are right."""
-    if needs_grad and backend == "cpu":
+    if needs_grad and backend == "flex":
         pytest.skip("it has no gradients")
     keys, kv_heads = 150, 1
     at = torch.arange(q_len)[:, None] + keys - q_len
     visible = _some_see_nothing(at, at, at, torch.arange(keys))
     for with_lse, value, poisoned in itertools.product((False, True), (math.nan, math.inf), _POISONED):
-        if with_lse and backend == "cpu":
+        if with_lse and backend == "flex":
             continue
         q, k, v = (torch.randn(2, n, m, 32).to(dtype) for n, m in ((2, q_len), (kv_heads, keys), (kv_heads, keys)))
         bias = torch.zeros(keys)
@@ -280,14 +280,14 @@ def test_scores_that_make_nan(is_compiled: bool) -> None:
     is_bad = torch.stack([(visible & (bias < 0)).any(-1), torch.zeros(96).bool()])[None]
     scores = (q @ k.mT / 4 + torch.log(torch.stack([bias, torch.ones(96)]))[:, None]).masked_fill(~visible, -math.inf)
     want = scores.softmax(-1).masked_fill(~visible, 0) @ v
-    out = call(q, k, v, block_mask=blocks, score=score, backend="cpu")
+    out = call(q, k, v, block_mask=blocks, score=score, backend="flex")
     assert torch.equal(out.isnan().all(-1), is_bad)
     assert torch.equal(out.isnan().any(-1), is_bad)
     assert error(out[~is_bad], want[~is_bad]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "flex"])
 @pytest.mark.parametrize("q_len", [2, 90, 150])
 def test_poison_that_is_seen_on_a_gpu(backend: str, q_len: int) -> None:
     at = torch.arange(q_len)[:, None] + 150 - q_len
@@ -373,7 +373,7 @@ def test_compositions_on_the_reference(examples: int) -> None:
 
 @pytest.mark.campaign  # each example compiles a kernel, which takes seconds
 def test_compositions_compiled_cpu() -> None:
-    try_examples(30, _check, calls(), st.sampled_from([8, 16, 24]), st.just("cpu"))
+    try_examples(30, _check, calls(), st.sampled_from([8, 16, 24]), st.just("flex"))
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_a_composition_compiled_cpu() -> None:
     documents = flexmasks.get_mask("document", document_ids=torch.arange(400) // 90)
     padding = flexmasks.get_mask("padding", seq_lens=torch.tensor([390, 1]))
     own = flexmasks.get_mask(lambda b, h, q, kv: (q + h) % 3 != (kv + 1) % 3)
-    _check(((documents | prefixes) & ~own & padding, (2, 4, 2, 200, 400), torch.tensor([200, 7])), 24, "cpu")
+    _check(((documents | prefixes) & ~own & padding, (2, 4, 2, 200, 400), torch.tensor([200, 7])), 24, "flex")
 
 
 # --- values of another head size ---
@@ -422,15 +422,15 @@ def _of_v_sizes() -> list[Any]:
     """Return devices, backends, kinds and sizes; kernels for a CPU take seconds, so the suite tries one a day."""
     cases = []
     for device, backends in BACKENDS.items():
-        for backend in [*(b for b in backends if b != "flash"), "auto", *(["sdpa"] if device == "cuda" else [])]:
+        for backend in [*(b for b in backends if b != "flex_flash"), "auto", *(["sdpa"] if device == "cuda" else [])]:
             for kind, size in itertools.product(_KINDS if backend != "sdpa" else ["causal"], _V_SIZES):
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 cases.append(pytest.param(device, backend, kind, *size, marks=marks))
-    by_turns = [("cpu", "cpu", kind, *size) for size, kind in _V_SIZES.items()]
+    by_turns = [("cpu", "flex", kind, *size) for size, kind in _V_SIZES.items()]
     others = [case for case in cases if case.values not in by_turns]
     return [
         *one_in(3, by_turns),
-        *(in_campaigns(case) if case.values[1] == "cpu" else case for case in others),
+        *(in_campaigns(case) if case.values[:2] == ("cpu", "flex") else case for case in others),
     ]
 
 
@@ -439,8 +439,8 @@ def test_values_of_another_head_size(size: int, v_size: int, device: str, backen
     """Output, lse and gradients are those of float64, with grouped heads, and with sinks."""
     mask, visible, score, changed = _KINDS[kind]
     mask = on_device(mask, torch.device(device)) if isinstance(mask, flexmasks.Mask) else mask
-    only_out = backend in ("cpu", "sdpa")  # these backends have no lse
-    learns = backend != "cpu"
+    learns = (device, backend) != ("cpu", "flex")
+    only_out = backend == "sdpa" or not learns  # these backends have no lse
     dtype = torch.bfloat16 if device == "cuda" and (size, v_size) == (192, 128) else torch.float32
     q = torch.randn(2, 4, 140, size, device=device).to(dtype).requires_grad_(learns)
     kv_heads = 4 if backend == "sdpa" else 2
@@ -829,7 +829,7 @@ def test_what_lies_behind_the_keys_of_small_heads(size: int, length: int) -> Non
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     for scale in (None, size**-0.5):
         for _ in range(3):
-            got = flexmasks.attention(q, k, v, mask="causal", scale=scale, backend="cpu")
+            got = flexmasks.attention(q, k, v, mask="causal", scale=scale, backend="flex")
             torch.testing.assert_close(got, want)
 
 
@@ -852,7 +852,7 @@ def test_make_fx_with_fake_tensors_is_refused(mode: str) -> None:
 def test_small_heads_of_several_sizes_inside_compile(sizes: tuple[int, ...]) -> None:
     """In the suite the first size is symbolic at once, as later ones are."""
     made = flexmasks.block_mask("causal", 40)
-    call = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made, backend="cpu"), fullgraph=True)
+    call = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made, backend="flex"), fullgraph=True)
     for size in sizes:
         q, k, v = torch.randn(3, 1, 2, 40, size).unbind()
         if len(sizes) == 1:
@@ -925,7 +925,7 @@ def test_many_windows_and_many_lengths_in_one_process(examples: int, device: str
 
     def check(**arguments: Any) -> None:
         with torch.no_grad():
-            out = flexmasks.attention(q, k, v, backend="cpu" if device == "cpu" else "triton", **arguments)
+            out = flexmasks.attention(q, k, v, backend="flex", **arguments)
         visible = flexmasks.dense_mask(arguments.pop("mask"), 210, batch=2, **arguments)
         want, _ = attend(*exactly, visible.cpu())
         assert error(out, want) < TOLERANCE[torch.float32]
@@ -951,7 +951,7 @@ def test_many_windows_and_many_lengths_in_one_process(examples: int, device: str
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_tensor_as_queries_keys_and_values(device: str) -> None:
-    backend = "cpu" if device == "cpu" else "triton"
+    backend = "flex"
     x, y, z = torch.randn(3, 2, 2, 210, 16, device=device)
     graphs = set()
     for q, k, v in ((x, y, z), (x, x, x), (x, y, y), (x, x, y), (x, y, x)):
@@ -979,7 +979,7 @@ def test_cleared_caches_free_the_compiled_code() -> None:
     gc.collect()
     before = set(vars(kernels))
     with torch.no_grad():
-        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv == 77, backend="cpu")
+        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv == 77, backend="flex")
     (compiled,) = (
         n for n in set(vars(kernels)) - before if n.startswith("__compiled_fn")
     )  # torch stores the compiled code in the module
@@ -996,7 +996,7 @@ def test_lists_are_inputs_of_the_kernel_too() -> None:
     q, k, v = torch.randn(3, 2, 2, 130, 16)
     graphs = set()
     for n in (3, 50, 130):
-        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=[n, 130], backend="cpu")
+        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=[n, 130], backend="flex")
         graphs.add(counters["stats"]["unique_graphs"])
         want = flexmasks.attention(q, k, v, mask="padding", seq_lens=torch.tensor([n, 130]), backend="reference")
         assert torch.allclose(out, want, atol=1e-5)
@@ -1036,7 +1036,7 @@ def test_many_lengths_where_torch_cannot_make_them_symbolic() -> None:
         def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, bias: Tensor = bias) -> Tensor:
             return score + bias[b, kv]
 
-        out = flexmasks.attention(q, k, v, mask="causal", score=score, backend="cpu")
+        out = flexmasks.attention(q, k, v, mask="causal", score=score, backend="flex")
         want, _ = attend(q, k, v, torch.ones(length, length).tril().bool(), lambda s, t=bias: s + t[:, None, None])
         assert torch.allclose(out, want, atol=1e-5)
 
@@ -1144,11 +1144,11 @@ def test_a_kernel_is_compiled_outside_of_modes_in_which_nothing_compiles() -> No
         with FlopCounterMode(display=False):
             assert torch.allclose(call(backend="reference"), want, atol=1e-5)
         with torch.autocast("cpu", torch.bfloat16):
-            assert flexmasks.explain(q.bfloat16(), k, v, mask=mask).backend == "cpu"
+            assert flexmasks.explain(q.bfloat16(), k, v, mask=mask).backend == "flex"
         negative = torch.complex(q, k).conj().imag
         flexmasks.attention(q, negative, v, mask=mask)
-        assert flexmasks.explain(q, k, v, mask=mask).backend == "cpu"
-        assert torch.allclose(call(backend="cpu"), want, atol=1e-5)
+        assert flexmasks.explain(q, k, v, mask=mask).backend == "flex"
+        assert torch.allclose(call(backend="flex"), want, atol=1e-5)
 
 
 def test_a_default_device_elsewhere_changes_nothing() -> None:
@@ -1180,7 +1180,7 @@ def test_no_grad_and_tensors_that_require_gradients_use_the_kernel() -> None:
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 2, 130, 16))
     slopes = torch.rand(2, requires_grad=True)
     with torch.no_grad():
-        got = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, backend="cpu")
+        got = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, backend="flex")
         want = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, backend="reference")
     assert torch.allclose(got, want, atol=1e-5)
 
@@ -1188,12 +1188,12 @@ def test_no_grad_and_tensors_that_require_gradients_use_the_kernel() -> None:
 def test_explain_names_the_backend_and_the_reasons() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 16)
     text = str(flexmasks.explain(q, k, v, mask="sliding_window", window=4))
-    assert text.startswith("backend: cpu")
-    assert "not flash: it runs on CUDA only" in text
+    assert text.startswith("backend: flex")
+    assert "not here: fa4, flex_flash (it runs on CUDA only)" in text
     assert "empty 81, partial 19, full 0" in text
     text = str(flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4))
-    assert text.startswith("backend: dense")
-    assert "not cpu: torch's compiled flex_attention has no gradients" in text
+    assert text.startswith("backend: short")
+    assert "not flex: torch's compiled flex_attention has no gradients" in text
 
 
 @pytest.mark.parametrize("score", [None, "alibi"])
@@ -1579,15 +1579,15 @@ def test_explain_says_whether_a_call_compiles() -> None:
     )  # a call with sinks needs the lse
     assert repr(explanation) == str(explanation)
     root = ElementTree.fromstring(explanation._repr_html_())
-    assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
+    assert {"backend", "compiles", "not here"} <= {str(th.text) for th in root.iter("th")}
 
 
 @pytest.mark.parametrize(("device", "backend"), [*WHERE, pytest.param("cuda", "auto", marks=pytest.mark.gpu)])
 def test_a_learned_sink(device: str, backend: str) -> None:
     """A sink is one more key that all queries see: its score is the sink, its value 0."""
-    if backend in ("cpu", "flash"):
+    if backend == "flex_flash" or (device, backend) == ("cpu", "flex"):
         pytest.skip("this backend has no lse, which sinks need")
-    dtype = torch.float32 if backend in ("reference", "triton") else torch.float16
+    dtype = torch.float32 if backend in ("reference", "flex") else torch.float16
     _skip_unless_possible(backend, dtype)
     q, k, v, seq_lens, _ = _of_lengths(device, dtype)
     sink = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
@@ -1610,12 +1610,12 @@ def test_a_learned_sink(device: str, backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "triton", "flash"])
+@pytest.mark.parametrize("backend", ["auto", "flex", "flex_flash"])
 def test_lse_in_half_precision_without_gradients(backend: str) -> None:
     """FLASH is refused where torch gives its lse in another unit."""
     q, k, v, seq_lens, _ = _of_lengths("cuda", torch.float16)
     visible = flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu())
-    if backend == "flash":
+    if backend == "flex_flash":
         skip_unless_flash_takes((q, k, v), mask="grouped_tril", seq_lens=seq_lens, return_lse=True)
     lse = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens, backend=backend, return_lse=True)[1]
     check_lse(lse, attend(*(exact(x) for x in (q, k, v)), visible)[1], TOLERANCE[torch.float16])
@@ -1647,7 +1647,7 @@ _MADE_INSIDE = ("padding", "documents", "own function", "of floats", "where quer
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"),  # of the backends "dense" and "reference"
+    ("kind", "length"),  # of the backends "short" and "reference"
     [
         *((kind, 64) for kind in _MADE_INSIDE),
         *(pytest.param(kind, 1100, marks=[] if "own" in kind else pytest.mark.campaign) for kind in _MADE_INSIDE),

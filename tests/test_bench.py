@@ -108,7 +108,7 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["difference"] < 1e-5
         assert row["forward_ms"] > 0
         assert row["case"] in printed
-    assert [r["backend"] for r in rows if r["who"] == "flexmasks"] == ["sdpa", "cpu"]
+    assert [r["backend"] for r in rows if r["who"] == "flexmasks"] == ["sdpa", "flex"]
     assert main(["attention", "--masks", "causl"]) == 2
     assert "no mask 'causl' to measure; did you mean 'causal'" in capsys.readouterr().err
     assert main(["attention", "--scores", "alib"]) == 2
@@ -179,11 +179,11 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
 
 def test_the_masks_in_both_forms(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "--device", "cpu"]) == 0
-    assert steps == [f"{case.name}, 2048 tokens, cpu" for case in bench_data.cases(bench_data._CPU, CPU)]
-    assert "natten3d 5 x 7 x 7 on 8 x 16 x 16, tiles of 2 x 4 x 8, 2048 tokens, cpu" in steps
+    assert steps == [f"{case.name}, 2048 tokens, flex" for case in bench_data.cases(bench_data._CPU, CPU)]
+    assert "natten3d 5 x 7 x 7 on 8 x 16 x 16, tiles of 2 x 4 x 8, 2048 tokens, flex" in steps
     steps.clear()
     assert main(["data", "--device", "cpu", "--quick", "--only", "causal", "256 bits"]) == 0
-    assert steps == ["causal, 256 tokens, cpu", "documents, causal, 256 tokens, cpu"]
+    assert steps == ["causal, 256 tokens, flex", "documents, causal, 256 tokens, flex"]
     assert main(["data", "--device", "cpu", "--only", "causl"]) == 2
     assert "nothing to measure is named ['causl']; there are natten3d" in capsys.readouterr().err
     for wrong in (["--masks", "causal"], ["--scores", "alibi"], ["--all"], ["--lengths", "64"], ["--resume"]):
@@ -268,7 +268,7 @@ def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) 
     assert main(["limits", "--device", "cpu", "--only", "small calls", "first calls, documents"]) == 0
     names, ways = ("causal", "sliding_window 64", "prefix_lm", "ALiBi, causal"), ("forward", "forward + backward")
     assert steps[:8] == [f"small calls, {name}, [1, 8, 8, 512, 64], {way}" for name in names for way in ways]
-    backends = ("dense", "cpu", "reference")
+    backends = ("short", "flex", "reference")
     assert steps[16:] == [f"first calls, documents, {b}, [1, 8, 1024, 64]" for b in backends]
     cuda = torch.device("cuda")
     monkeypatch.setattr(first_calls, "is_installed", lambda: True)
@@ -277,7 +277,7 @@ def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) 
     assert "sinks, sliding_window 1,024, [4, 64, 8, 4096, 64]" in on_gpu
     assert "head sizes, documents, float16, [4, 16, 16, 8192, 64]" in on_gpu
     monkeypatch.setattr(first_calls, "is_installed", lambda: False)
-    assert len(on_gpu) - len(bench_limits._todo(cuda, quick=False)) == 6  # fa4 and flash
+    assert len(on_gpu) - len(bench_limits._todo(cuda, quick=False)) == 6  # fa4 and flex_flash
 
 
 @pytest.fixture
@@ -347,8 +347,8 @@ def test_first_steps_of_a_compiled_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_first_call_that_fails_is_named() -> None:
     shape = (1, 2, 128, 16)
-    with pytest.raises(RuntimeError, match=r"with code 1: ValueError: .* backend 'dense' cannot run this call"):
-        first_calls._call_rows("softcap", "dense", CPU, shape)
+    with pytest.raises(RuntimeError, match=r"with code 1: ValueError: .* backend 'short' cannot run this call"):
+        first_calls._call_rows("softcap", "short", CPU, shape)
 
 
 def test_the_tables_of_limits() -> None:
@@ -362,15 +362,15 @@ def test_the_tables_of_limits() -> None:
     fractions = {"visible": 0.1, "computed": 0.4, "first_s": 5.0, "inference_first_s": 2.0}
     rows = [
         row("sinks", "causal", "with sinks", 1.04, "fa4"), row("sinks", "causal", "without", 1.0, "fa4"),
-        row("sinks", "window", "with sinks", 1.2, "triton"), row("sinks", "window", "without", 1.0, "fa4"),
+        row("sinks", "window", "with sinks", 1.2, "flex"), row("sinks", "window", "without", 1.0, "fa4"),
         row("soft-cap", "causal", "with a soft-cap", 1.3, "fa4"), row("soft-cap", "causal", "without", 1.0, "fa4"),
         row("head sizes", "causal", "flexmasks", 1.0, "fa4"), row("head sizes", "causal", "flex_attention", 1.5),
-        row("head sizes", "prefix_lm", "flexmasks", 1.0, "triton"),
+        row("head sizes", "prefix_lm", "flexmasks", 1.0, "flex"),
         row("head sizes", "prefix_lm", "flex_attention", 0.9),
-        row("neighborhoods", "natten", "row-major", 1.0, "triton", inference_backend="flash", **fractions),
+        row("neighborhoods", "natten", "row-major", 1.0, "flex", inference_backend="flex_flash", **fractions),
         row("neighborhoods", "natten", "full attention", 2.0, "fa4", inference_backend="fa4"),
         *(
-            row("neighborhoods", case, who, ms, "flash", inference_backend="flash", **fractions)
+            row("neighborhoods", case, who, ms, "flex_flash", inference_backend="flex_flash", **fractions)
             for case in ("natten3d 9", "natten3d 9, stride 3", "natten1d 9")
             for who, ms in (("row-major", 2.0), ('order="auto"', 1.0), ("full attention", 2.0))
             if not (case == "natten1d 9" and "auto" in who)
@@ -405,18 +405,18 @@ def test_the_tables_of_limits() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for expected in (
         "On one H0, torch 2.0, flash-attn-4 1, bfloat16; medians of interleaved runs.",
-        "| window | 4x16x16x8192x128 | triton; without: fa4 | 1.2 | 1 | 1.20 | 1.2 / 2.4 | 1 / 2 | 1.20 |",
+        "| window | 4x16x16x8192x128 | flex; without: fa4 | 1.2 | 1 | 1.20 | 1.2 / 2.4 | 1 / 2 | 1.20 |",
         "| 4x16x16x8192x128 | fa4 | 1.3 / 2.6 | 1 / 2 | 1.30 | at most 1.15 |",
-        "| bfloat16 | 4x16x16x8192x128 | prefix_lm | triton | 1 / 2 | 0.9 / 1.8 | 0.90 x | 0.90 x |",
+        "| bfloat16 | 4x16x16x8192x128 | prefix_lm | flex | 1 / 2 | 0.9 / 1.8 | 0.90 x | 0.90 x |",
         "| causal | 4x16x16x8192x128 | forward | sdpa | 1 | 1.1 | 1.2 | 1.10 x | 2 | 1.8 | 3 | 0.90 x |",
         "| causal | fa4 | 4.00 | 9.00 | 1.25 | 9.00 | 3.00 / 3.00 | 0.50 / 0.50 |",
         "| causal | decode | 4.00 | | 1.25 | | 3.00 / 3.00 | 0.50 / 0.50 |",
         "| 12 layers | 4x16x16x8192x128 | flexmasks | 20.00 | 0.25 | 8.00 | 0.12 | 5.00 | 3.00 / 3.00 | 0.50 / 0.50 |",
-        "| natten | 4x16x16x8192x128 | row-major | 2.00, 5.00 | 1 (flash) | 1 / 2 (triton) | 2 (fa4); 2 / 4 (fa4) "
+        "| natten | 4x16x16x8192x128 | row-major | 2.00, 5.00 | 1 (flex_flash) | 1 / 2 (flex) | 2 (fa4); 2 / 4 (fa4) "
         "| 2.0 x | 2.0 x | 2.0 x | 2.5 x | 10.0 x | |",
         *(
-            f"| {case} | 4x16x16x8192x128 | {tokens} | 2.00, 5.00 | {ms} (flash) | {ms} / {2 * ms} (flash) "
-            f"| 2 (flash); 2 / 4 (flash) | {' | '.join([f'{2 / ms:.1f} x'] * 3)} | 2.5 x | 10.0 x | {target}|"
+            f"| {case} | 4x16x16x8192x128 | {tokens} | 2.00, 5.00 | {ms} (flex_flash) | {ms} / {2 * ms} (flex_flash) "
+            f"| 2 (flex_flash); 2 / 4 (flex_flash) | {' | '.join([f'{2 / ms:.1f} x'] * 3)} | 2.5 x | 10.0 x | {target}|"
             for case, tokens, ms, target in (
                 ("natten3d 9", "row-major", 2, ""),
                 ("natten3d 9", 'order="auto"', 1, "2.0 x "),
@@ -428,7 +428,7 @@ def test_the_tables_of_limits() -> None:
         assert expected in lines, "\n".join(lines)
     for sentence in (
         "Target: at most 1.05, met by 2 of 4 figures; the largest is 1.20 (window, 4x16x16x8192x128, forward).",
-        "Target on fa4 and flash: at least 1.3, met by 2 of 2 figures; the smallest is 1.50",
+        "Target on fa4 and flex_flash: at least 1.3, met by 2 of 2 figures; the smallest is 1.50",
         "Target on other backends: at least 1, met by 0 of 2 figures; the smallest is 0.90",
         "Target: at least 1, met by 1 of 2 figures; the smallest is 0.90 (causal, 4x16x16x8192x128, forward, alone).",
         "in seconds: at most 1.5, met by 1 of 2 figures; the largest is 9.00 (causal, fa4).",
@@ -470,7 +470,7 @@ def test_the_table_of_the_registry() -> None:
     def rows(kind: str, case: str, example: str, shape: str, ms: dict[str, float]) -> list[dict[str, Any]]:
         about = {"kind": kind, "case": case, "example": example, "shape": shape, "dtype": "bfloat16"}
         about |= {"forward_tflops": 300.0, "backward_tflops": 400.0}
-        about["backend"] = "flash"
+        about["backend"] = "flex_flash"
         return [{**about, "who": who, "forward_ms": n, "backward_ms": 2 * n} for who, n in ms.items()]
 
     band = rows("mask", "band", "band(lower=-3)", "1x16x64x64", {"flexmasks": 2, "flex_attention": 3, "SDPA + mask": 9})
@@ -480,9 +480,9 @@ def test_the_table_of_the_registry() -> None:
     results = {"machine": {"device": "H0", "torch": "2.0"}, "rows": band + packed + score}
     text = bench_attention.registry_markdown(results)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "| `band(lower=-3)` | flash | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
-    assert "| `packed(inner=a() \\| b())` | flash | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
-    assert "| `packed()`, 16x1x64x64 | flash | 1 / 2 | 300 / 400 | 3.00 x |" in lines
+    assert "| `band(lower=-3)` | flex_flash | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
+    assert "| `packed(inner=a() \\| b())` | flex_flash | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
+    assert "| `packed()`, 16x1x64x64 | flex_flash | 1 / 2 | 300 / 400 | 3.00 x |" in lines
     assert "1x16x64x64" in lines[0]
     assert "The median for flex_attention is 2.25 times, the range 1.50 to 3.00 times." in lines[0]
 
@@ -612,10 +612,10 @@ def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["synchronizations"] is None
     ours = results["rows"][2]
     assert ours["difference"] < 1e-5
-    assert ours["backend"] == "cpu"
+    assert ours["backend"] == "flex"
     text = steps_tables.markdown(results)
     assert "| grouped_tril | 2x2x256x64" in " ".join(text.split())
-    assert "| 2x2x256x64 | documents, ALiBi | dense |" in " ".join(text.split())
+    assert "| 2x2x256x64 | documents, ALiBi | short |" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("loop", [*loops.LOOPS, *loops.WITH_GRADIENTS[:2]], ids=lambda loop: loop.name)
@@ -711,7 +711,7 @@ def test_the_tables_of_steps() -> None:
     def row(kind: str, case: str, who: str, ms: float, **more: Any) -> dict[str, Any]:
         figures = {"ms": ms, "alone_ms": 2 * ms, "first_s": 7.0, "cold": True, "compilations": 0, "longest_ms": 9.0}
         about = {"kind": kind, "case": case, "shape": "8x16x4096x64", "dtype": "bfloat16", "who": who}
-        return {**about, **figures, "synchronizations": 0.0, "backend": "flash", **more}
+        return {**about, **figures, "synchronizations": 0.0, "backend": "flex_flash", **more}
 
     model = {"model": "compiled", "layers": 12, "width": 1024}
     losses = {"kind": "losses", "case": "offsets", "model": "eager", "dtype": "bfloat16", "losses": [3.0, 2.0]}
@@ -732,12 +732,12 @@ def test_the_tables_of_steps() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "On one H0, torch 2.0, without flash-attn-4, bfloat16; medians."
     for expected in (
-        "| 8x16x4096 | flash | 0.1 | 0.2 (2.00 x) | 0.2 | 0.4 (2.00 x) | 0 / 0 |",
-        "| documents | 8x16x4096x64 | flash | 2 | 1 | 2.00 | 3 (1.50 x) | 7 / 7 | 0 / 0 | 9 | 0 / 0 |",
-        "| padding | 8x16x4096x64 | flash | 2 | | | fails | | 0 / - | 9 | 0 / - |",
+        "| 8x16x4096 | flex_flash | 0.1 | 0.2 (2.00 x) | 0.2 | 0.4 (2.00 x) | 0 / 0 |",
+        "| documents | 8x16x4096x64 | flex_flash | 2 | 1 | 2.00 | 3 (1.50 x) | 7 / 7 | 0 / 0 | 9 | 0 / 0 |",
+        "| padding | 8x16x4096x64 | flex_flash | 2 | | | fails | | 0 / - | 9 | 0 / - |",
         "| document ids | compiled | 80 | 88 (1.10 x) | 7 / 7 | 0 / 0 | 0 / 0 |",
         "| offsets | compiled | fails | 90 | - / 7 | - / 0 | - / 0 |",
-        "| documents | 8x16x4096x64 | flash | 3 | 2 | fails |",
+        "| documents | 8x16x4096x64 | flex_flash | 3 | 2 | fails |",
     ):
         assert expected in lines, "\n".join(lines)
     assert "differ from those of SDPA with the mask as a tensor by at most 0.002" in text
@@ -784,7 +784,7 @@ def test_figures_of_both_forms_are_written(tmp_path: Path, capsys: pytest.Captur
     assert [(r["case"], r["who"]) for r in results["rows"]] == [(c, f) for c in cases for f in ("function", "data")]
     for row in results["rows"]:
         assert row["case"] in printed
-        assert row["backend"] == "cpu"
+        assert row["backend"] == "flex"
         assert min(row["forward_ms"], row["data_ms"], 1 + row["first_s"]) > 0
         assert "backward_ms" not in row
         assert row["difference"] == 0
@@ -797,7 +797,7 @@ def test_figures_of_both_forms_are_written(tmp_path: Path, capsys: pytest.Captur
 
 
 def _data_rows(case: bench_data.Case) -> list[dict[str, Any]]:
-    return bench_data._rows(case, "cpu", bench_data._QUICK, CPU, runs=2)
+    return bench_data._rows(case, "flex", bench_data._QUICK, CPU, runs=2)
 
 
 @pytest.mark.usefixtures("uncompiled_kernels")
@@ -827,16 +827,16 @@ def test_different_outputs_of_both_forms_are_an_error(monkeypatch: pytest.Monkey
 
 
 def test_the_table_of_both_forms() -> None:
-    def row(case: str, who: str, ms: float, backend: str = "triton", **more: Any) -> dict[str, Any]:
+    def row(case: str, who: str, ms: float, backend: str = "flex", **more: Any) -> dict[str, Any]:
         about = {"case": case, "shape": "1x8x8192x128", "dtype": "bfloat16", "backend": backend, "who": who}
         about |= {"partial": 1234, "full": 5, "different": 6, "data_bytes": 2_100_000, "data_ms": 0.5}
         return {**about, "forward_ms": ms, "backward_ms": 2 * ms, "first_s": 7.0, "difference": 0.001, **more}
 
-    nothing = {"case": "large", "shape": "1x8x99x128", "dtype": "bfloat16", "backend": "flash", "who": ""}
+    nothing = {"case": "large", "shape": "1x8x99x128", "dtype": "bfloat16", "backend": "flex_flash", "who": ""}
     rows = [
         row("causal", "function", 2.0), row("causal", "data", 3.0),
         row("bits", "function", 2.0), row("bits", "data", 1.0),
-        row("bits", "data", 1.0, "flash", left_out={"function": "wrong"}, difference=None),
+        row("bits", "data", 1.0, "flex_flash", left_out={"function": "wrong"}, difference=None),
         {**nothing, "partial": 1, "full": 0, "left_out": {"function": "wrong", "data": "too large"}},
     ]  # fmt: skip
     machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "flash-attn-4 1"}

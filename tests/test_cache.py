@@ -819,6 +819,16 @@ def test_clear() -> None:
     assert outcome(lambda: blocks("causal")) == "miss"
 
 
+def test_the_total_comes_first() -> None:
+    blocks("causal")
+    (name, total), *caches = flexmasks.cache_info().items()
+    assert name == "total"
+    assert {name for name, _ in caches} == {"kinds", "plans", "kernels", "launches"}
+    for field in ("hits", "misses", "entries"):
+        assert getattr(total, field) == sum(getattr(info, field) for _, info in caches) > 0 or field == "hits"
+    assert total.bytes == sum(info.bytes for name, info in caches if name in ("kinds", "plans")) > 0
+
+
 def test_bytes_are_counted_and_bounded() -> None:
     whole = Cache(max_bytes=100)
     cache, other = Part[int](whole, "ours"), Part[int](whole, "other")
@@ -946,9 +956,9 @@ def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _attend(q: Tensor, **arguments: Any) -> Tensor:
     """Return the output of a call that is made twice; the cache of calls must hold the second call."""
-    first = flexmasks.attention(q, q, q, backend="cpu", **arguments)
+    first = flexmasks.attention(q, q, q, backend="flex", **arguments)
     hits = flexmasks.cache_info()["plans"].parts["calls"].hits
-    again = flexmasks.attention(q, q, q, backend="cpu", **arguments)
+    again = flexmasks.attention(q, q, q, backend="flex", **arguments)
     assert flexmasks.cache_info()["plans"].parts["calls"].hits == hits + 1
     assert torch.equal(first, again)
     return first
@@ -1020,7 +1030,7 @@ def test_a_repeated_call_is_checked_again() -> None:
     with pytest.raises(TypeError, match="one dtype"):
         flexmasks.attention(q, q, q.double(), mask="sliding_window", window=5, scale=1.0)
     with pytest.raises(ValueError, match="no gradients"):
-        flexmasks.attention(q.requires_grad_(), q, q, mask="sliding_window", window=5, scale=1.0, backend="cpu")
+        flexmasks.attention(q.requires_grad_(), q, q, mask="sliding_window", window=5, scale=1.0, backend="flex")
     with torch.no_grad():
         _attend(q, mask="sliding_window", window=5, scale=1.0)
     bias = torch.zeros(64)

@@ -237,8 +237,15 @@ def test_tiles_in_transforms_and_on_a_default_device() -> None:
 def test_what_explain_says_of_tiles() -> None:
     q = torch.randn(1, 1, 4096, 8)
     text = str(flexmasks.explain(q, q, q, mask="natten", **LARGE, order="auto"))
-    assert "takes its tokens into tiles of" in text
-    assert "tiles of" not in str(flexmasks.explain(q, q, q, mask="natten", **LARGE))
+    assert "order: auto: the call takes its tokens into tiles of" in " ".join(text.split())
+    plain = flexmasks.explain(q, q, q, mask="natten", **LARGE)
+    assert plain.order == ""
+    assert "order" not in str(plain)
+    # What keeps tokens in rows: a score, and another mask beside it.
+    auto = flexmasks.get_mask("natten", **LARGE, order="auto")
+    for call in ({"mask": auto, "score": "alibi"}, {"mask": auto & "causal"}, {"mask": ["causal", auto]}):
+        assert flexmasks.explain(q, q, q, **call).order.startswith("auto: tokens stay in rows")
+    assert "order: auto: tokens stay" in str(flexmasks.explain(q, q, q, **call))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 import flexmasks
 from flexmasks.__main__ import main
+from flexmasks.backends import fa4_package
+from flexmasks.backends.table import is_not_here
 from flexmasks.bench import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +115,22 @@ def test_explain_breaks_lines_at_words(name: str, columns: int, monkeypatch: pyt
         assert part == "" or part in explanation._repr_html_().replace("&#39;", "'")
 
 
+def test_explain_says_in_one_line_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    q, k, v = torch.randn(3, 2, 4, 300, 64)
+    explanation = flexmasks.explain(q, k, v, mask="causal")
+    assert explanation.not_here == ("fa4", "flex_flash")
+    lines = str(explanation).splitlines()
+    assert lines.count("  not here: fa4, flex_flash (it runs on CUDA only)") == 1
+    others = {line.split(":")[0].removeprefix("  not ") for line in lines if line.startswith("  not ")}
+    assert others == {"here", "decode", "flex", "short", "reference"}
+    missing = replace(explanation, others={**explanation.others, "fa4": "it is not installed"})
+    assert "not here: fa4 (it is not installed); flex_flash (it runs on CUDA only)" in str(missing)
+    assert missing._repr_html_().count("not here") == 1
+    assert is_not_here(fa4_package.why_unusable() or "it runs on CUDA and on CPUs only")
+    assert not any(map(is_not_here, ("it gives no lse", "it does not run inside transforms of torch.func")))
+
+
 HELP = {
     "": ["demo", "list", "show", "bench", "gallery", "COMMAND --help"],
     "demo": ["Compute attention on this machine"],
@@ -206,7 +225,7 @@ def test_a_call_is_timed(score: list[str], capsys: pytest.CaptureFixture[str], m
     words = ["--shape", "1,4,200,16", "--kv-heads", "2", "--device", "cpu", "--window", "30", *score]
     shown = printed(capsys, "bench", "--mask", "sliding_window", *words)
     rows = dict(re.split(" {2,}", line, maxsplit=1) for line in shown.splitlines()[3:6] if "  " in line)
-    ways = ["flexmasks, backend 'cpu'", "flex_attention, compiled", *([] if score else ["SDPA, mask as a tensor"])]
+    ways = ["flexmasks, backend 'flex'", "flex_attention, compiled", *([] if score else ["SDPA, mask as a tensor"])]
     assert list(rows) == ways
     for figures in rows.values():
         assert all(float(figure) > 0 for figure in figures.split())

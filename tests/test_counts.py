@@ -565,7 +565,7 @@ def test_attention_with_proven_options(
 
     monkeypatch.setattr(flex_kernels, "_run_kernel", spy)
     leaves = [torch.randn(2, 2, length, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    out = flexmasks.attention(*leaves, mask=name, backend="triton", **params)
+    out = flexmasks.attention(*leaves, mask=name, backend="flex", **params)
     proven = flexmasks.get_mask(name, **params).blocks(length).kernel_options
     without_tiles = [{n: value for n, value in options.items() if n.isupper()} for options in passed]
     assert without_tiles == [proven | {"BACKEND": "TRITON"}]

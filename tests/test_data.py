@@ -273,7 +273,7 @@ def test_scores() -> None:
     for function in wrong:
         explanation = flexmasks.explain(*qkv(), score=function)
         assert explanation.backend == "reference"
-        assert "otherwise than Python does" in explanation.others["cpu"]
+        assert "otherwise than Python does" in explanation.others["flex"]
 
 
 def scores_of_two_types() -> dict[str, Function]:
@@ -304,7 +304,7 @@ def test_scores_of_two_types() -> None:
         return changed
 
     q, k, v = torch.randn(3, len(functions), HEADS, LENGTH, 32)
-    got = flexmasks.attention(q, k, v, score=every, backend="cpu")
+    got = flexmasks.attention(q, k, v, score=every, backend="flex")
     scores, indices = q @ k.mT / 32**0.5, [torch.arange(n) for n in sizes]
     with TransformGetItemToIndex():
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
@@ -326,7 +326,7 @@ def test_scores_that_kernels_do_not_compute() -> None:
         lambda score, b, h, q, kv: torch.where(least[kv].abs() < 5, score, 0.0),
     ]
     for function in wrong:
-        assert "otherwise than Python does" in flexmasks.explain(*qkv(), score=function).others["cpu"]
+        assert "otherwise than Python does" in flexmasks.explain(*qkv(), score=function).others["flex"]
     right: list[Function] = [
         lambda score, b, h, q, kv: torch.where(half[q] == half[kv], score, score - 3),
         lambda score, b, h, q, kv: score + half[q] * half[kv],
@@ -534,7 +534,7 @@ def test_chained_indices() -> None:
         assert error(got, want) < TOLERANCE[torch.float32]
     flexmasks.clear_caches()
     assert form(chained(table)) == "its function"
-    assert flexmasks.explain(*qkv(), score=score_of(bias)).backend == "cpu"
+    assert flexmasks.explain(*qkv(), score=score_of(bias)).backend == "flex"
 
 
 @in_cpp_on_day(1, of=3)
@@ -574,7 +574,7 @@ def test_functions_are_looked_at_again_for_later_positions(monkeypatch: pytest.M
     q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 2048, 32)
     score = lambda s, b, h, q, kv: s + (q * 2**21) // 2**21 - kv  # noqa: E731
     for offset in (0, 2032):
-        flexmasks.explain(q, k, k, score=score, q_offset=offset, backend="cpu")
+        flexmasks.explain(q, k, k, score=score, q_offset=offset, backend="flex")
     assert reasons[:2] == [None, OVERFLOW]  # and later ones are of functions that are rewritten
 
 
@@ -605,10 +605,10 @@ def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
     explanation = flexmasks.explain(*qkv(), mask=mask)
     assert explanation.backend == "reference"
-    assert "different partial blocks take more than" in explanation.others["cpu"]
+    assert "different partial blocks take more than" in explanation.others["flex"]
     check_attention(mask)
     with pytest.raises(ValueError, match="write it with whole numbers"):
-        flexmasks.attention(*qkv(), mask=mask, backend="cpu")
+        flexmasks.attention(*qkv(), mask=mask, backend="flex")
 
 
 @pytest.mark.slow
@@ -762,7 +762,7 @@ def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flex_flash"])
 @pytest.mark.parametrize("name", one_in(2, list(failing())))
 def test_data_on_a_gpu(name: str, backend: str) -> None:
     """Forward and backward passes, by the kernel that reads data."""
@@ -770,7 +770,7 @@ def test_data_on_a_gpu(name: str, backend: str) -> None:
     mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()])
     length = 1000 if name == "constant" else LENGTH
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in torch.randn(3, BATCH, HEADS, length, 64)]
-    if backend == "flash":
+    if backend == "flex_flash":
         skip_unless_flash_takes(leaves, mask=mask)
     out = flexmasks.attention(*leaves, mask=mask, backend=backend)
     is_data = flexmasks.explain(*leaves, mask=mask, backend=backend).mask.startswith("data: ")
@@ -797,7 +797,7 @@ def test_indices_on_a_gpu(queries: int) -> None:
         visible = create_mask(mask, BATCH, HEADS, queries, LENGTH, "cuda")
         want = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
         flexmasks.clear_caches()
-        how: dict[str, Any] = {"mask": mask, "backend": "triton", "q_offset": 0}
+        how: dict[str, Any] = {"mask": mask, "backend": "flex", "q_offset": 0}
         assert flexmasks.explain(q, k, v, **how).mask == "its function", name
         assert error(flexmasks.attention(q, k, v, **how), want.cpu()) < 1.6e-2, name
 

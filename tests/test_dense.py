@@ -1,4 +1,4 @@
-"""Backend "dense": short sequences with gradients on a CPU."""
+"""Backend "short": short sequences with gradients on a CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from oracles import dense as dense_of
 from torch import Tensor
 
 import flexmasks
-from flexmasks.backends import dense_cpu
+from flexmasks.backends import short_cpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def both(leaves: list[Tensor], upstream: Tensor, **call: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return output and gradients of "dense" and of the reference."""
+    """Return output and gradients of "short" and of the reference."""
     results = []
-    for backend in ("dense", "reference"):
+    for backend in ("short", "reference"):
         own = [x.detach().clone().requires_grad_() for x in leaves]
         out = flexmasks.attention(*own, backend=backend, **{"q_offset": 0, **call})
         results.append([out, *torch.autograd.grad(out, own, upstream)])
@@ -36,7 +36,7 @@ def test_every_mask(case: Case) -> None:
     for dtype in TOLERANCE if is_first else [torch.float32]:
         leaves = qkv(case, dtype, grouped=case.kv_len % 2 == 0)
         others = [exact(x) for x in leaves]
-        out = flexmasks.attention(*leaves, mask=case.name, backend="dense", **arguments(case))
+        out = flexmasks.attention(*leaves, mask=case.name, backend="short", **arguments(case))
         want, _ = attend(*others, dense_of(case))
         weight = torch.randn_like(out)
         got = [out, *torch.autograd.grad(out, leaves, weight)]
@@ -49,12 +49,12 @@ def test_every_mask(case: Case) -> None:
 def test_scores_that_add(case: Case) -> None:
     leaves = qkv(case, torch.float32)
     call = {"mask": "causal", "score": case.name, **arguments(case)}
-    reason = flexmasks.explain(*leaves, **call).others.get("dense")
+    reason = flexmasks.explain(*leaves, **call).others.get("short")
     if reason is not None:
         assert "score changes that add" in reason
         return
     others = [exact(x) for x in leaves]
-    out = flexmasks.attention(*leaves, backend="dense", **call)
+    out = flexmasks.attention(*leaves, backend="short", **call)
     seen = dense_of(Case("causal", {}, case.batch, case.heads, case.q_len, case.kv_len, case.q_offset))
     want, _ = attend(*others, seen, lambda scores: SCORES[case.name](scores, case, **case.params))
     weight = torch.randn_like(out)
@@ -108,7 +108,7 @@ def _hides_the_seventh(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def test_derivatives_of_gradients_and_batches_of_them() -> None:
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     results = []
-    for backend in ("dense", "reference"):
+    for backend in ("short", "reference"):
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=3, backend=backend)
         (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         second = torch.autograd.grad(first.square().sum(), (q, k, v), retain_graph=True)
@@ -124,7 +124,7 @@ def test_strides_and_gradients_of_some() -> None:
     got, want = both([q, k, v], upstream, mask="sliding_window", window=5)
     assert max(map(error, got, want)) < 1e-5
     k.requires_grad_()
-    out = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="dense")
+    out = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="short")
     out.backward(torch.ones(()).expand_as(out))
     with torch.no_grad():
         q.add_(1)
@@ -136,8 +136,8 @@ def test_auto_takes_it_where_it_is_fastest() -> None:
         q = torch.randn(1, 2, length, 8, requires_grad=True)
         return flexmasks.explain(q, q, q, **{"mask": "sliding_window", "window": 9, **call}).backend
 
-    assert backend(256) == backend(dense_cpu.MAX_LENGTH) == "dense"
-    assert backend(dense_cpu.MAX_LENGTH + 1) == backend(64, return_lse=True) == "reference"
+    assert backend(256) == backend(short_cpu.MAX_LENGTH) == "short"
+    assert backend(short_cpu.MAX_LENGTH + 1) == backend(64, return_lse=True) == "reference"
     assert backend(64, score="softcap", cap=3.0) == "reference"
     slopes = torch.rand(2, requires_grad=True)
     assert backend(64, score="alibi", slopes=slopes) == "reference"  # it learns
@@ -183,7 +183,7 @@ def test_queries_that_end_at_the_last_key(steps: list[tuple[int, int]]) -> None:
         leaves = qkv(case, torch.float32, size=8)
         others = [exact(x) for x in leaves]
         kind = "score" if case.name in SCORES else "mask"
-        out = flexmasks.attention(*leaves, **{kind: case.name}, backend="dense", **arguments(case))
+        out = flexmasks.attention(*leaves, **{kind: case.name}, backend="short", **arguments(case))
         seen = dense_of(case if kind == "mask" else Case("full", {}, q_len=5, kv_len=20))
         change = (lambda scores: SCORES[case.name](scores, case, **case.params)) if kind == "score" else None  # noqa: B023
         want, _ = attend(*others, seen, change)

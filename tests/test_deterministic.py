@@ -31,16 +31,16 @@ def deterministic() -> Iterator[Callable[..., None]]:
 
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, "pages": None, **given})
+    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, "pages": None, "is_cuda": True, **given})
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "given", "sums"),
     [
-        ("triton", (9, 0), {"learns": True}, "the gradients of tensors"),
-        ("triton", (9, 0), {}, None),
-        ("flash", (9, 0), {}, "the gradients of queries"),
-        ("flash", (9, 0), {"needs_grad": False}, None),
+        ("flex", (9, 0), {"learns": True}, "the gradients of tensors"),
+        ("flex", (9, 0), {}, None),
+        ("flex_flash", (9, 0), {}, "the gradients of queries"),
+        ("flex_flash", (9, 0), {"needs_grad": False}, None),
         ("fa4", (9, 0), {}, None),
         ("fa4", (12, 0), {}, "the gradients of queries"),
         ("fa4", (12, 0), {"needs_grad": False}, None),
@@ -86,7 +86,7 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
             return table.choose(call)[0][0].name
 
     assert first(learns=True) == "reference"
-    assert first(learns=False) == "triton"
+    assert first(learns=False) == "flex"
 
 
 def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:
@@ -136,8 +136,8 @@ def test_learned_scores_on_a_gpu(score: str, is_compiled: bool, deterministic: C
     for _ in range(3):
         assert all(map(torch.equal, first, _gradients(call, q, learned, changed, "causal")))
     if not is_compiled:
-        with pytest.raises(ValueError, match="'triton' cannot run this call: it adds the gradients of tensors"):
-            flexmasks.attention(q, q, q, mask="causal", score=changed, backend="triton")
+        with pytest.raises(ValueError, match="'flex' cannot run this call: it adds the gradients of tensors"):
+            flexmasks.attention(q, q, q, mask="causal", score=changed, backend="flex")
         deterministic(True, warn_only=True)
         with warnings.catch_warnings(record=True) as told:  # other packages may warn, too
             warnings.simplefilter("always")
@@ -179,21 +179,21 @@ def test_flash_is_not_taken_with_gradients(deterministic: Callable[..., None]) -
     mask: dict[str, Any] = {"mask": "prefix_lm", "prefix_len": 900}
     deterministic(False)
     skip_unless_flash_takes((q, q, q), **mask)
-    assert flexmasks.explain(q, q, q, **mask).backend == "flash"
+    assert flexmasks.explain(q, q, q, **mask).backend == "flex_flash"
     deterministic(True)
-    assert flexmasks.explain(q, q, q, **mask).backend == "flash"  # without gradients nothing is added twice
+    assert flexmasks.explain(q, q, q, **mask).backend == "flex_flash"  # without gradients nothing is added twice
     leaves = [x.detach().requires_grad_() for x in (q, q, q)]
     told = flexmasks.explain(*leaves, **mask)
-    assert told.backend == "triton"
-    assert "it adds the gradients of queries in changing order" in told.others["flash"]
+    assert told.backend == "flex"
+    assert "it adds the gradients of queries in changing order" in told.others["flex_flash"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["sdpa", "fa4", "flash", "triton", "dense"])
+@pytest.mark.parametrize("backend", ["sdpa", "fa4", "flex_flash", "flex", "short"])
 def test_a_sequence_does_not_depend_on_its_batch(backend: str) -> None:
     """With a backend named by hand. "decode" is not among them: it shares out all keys of a batch."""
     mask: Any = "causal" if backend in ("sdpa", "fa4") else lambda b, h, q, kv: (q >= kv) & (kv % 5 != 2)
-    length = 300 if backend == "dense" else 1024
+    length = 300 if backend == "short" else 1024
     q, k, v = (torch.randn(8, 8, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def attend(*tensors: Tensor) -> Tensor:

@@ -385,16 +385,22 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # backends
     "unknown backend": (masked(backend="tritn"), "`backend` must be 'auto' or one of 'fa4', 'decode', 'sdpa'"),
     "backend None": (masked(backend=None), "got None"),
-    "backend a list": (masked(backend=["cpu"]), "`backend`"),
+    "backend a list": (masked(backend=["flex"]), "`backend`"),
     "sdpa with a window": (masked("sliding_window", window=3, backend="sdpa"), "backend 'sdpa' cannot run this call"),
     "sdpa with lse": (masked(return_lse=True, backend="sdpa"), "it gives no lse"),
     "sdpa with a score": (scored("checkerboard", backend="sdpa"), "it has no score changes"),
-    "triton on the CPU": (masked(backend="triton"), "backend 'triton' cannot run this call: it runs on CUDA only"),
-    "flash on the CPU": (masked(backend="flash"), "backend 'flash' cannot run this call: it runs on CUDA only"),
-    "cpu with gradients": (attending_to(Q.clone().requires_grad_(), backend="cpu"), "no gradients on the CPU"),
-    "cpu with a learned score": (scored("alibi", slopes=torch.ones(4).requires_grad_(), backend="cpu"), "no gradients"),
-    "cpu with lse": (masked(return_lse=True, backend="cpu"), "no lse on the CPU"),
-    "cpu in float64": (attending_to(Q.double(), K.double(), V.double(), backend="cpu"), "not float64"),
+    "flex_flash on the CPU": (masked(backend="flex_flash"), "'flex_flash' cannot run this call: it runs on CUDA only"),
+    "flex on the CPU by FLASH": (
+        masked(backend="flex", kernel_options={"BACKEND": "FLASH"}),
+        "'flex_flash' cannot run this call: it runs on CUDA only",
+    ),
+    "flex with gradients": (attending_to(Q.clone().requires_grad_(), backend="flex"), "no gradients on the CPU"),
+    "flex with a learned score": (
+        scored("alibi", slopes=torch.ones(4).requires_grad_(), backend="flex"),
+        "no gradients",
+    ),
+    "flex with lse": (masked(return_lse=True, backend="flex"), "no lse on the CPU"),
+    "flex in float64": (attending_to(Q.double(), K.double(), V.double(), backend="flex"), "not float64"),
     # jagged
     "jagged and dense": (
         attending_to(JAGGED),
@@ -672,7 +678,7 @@ TOO_LARGE: dict[str, tuple[Callable[[], Any], str]] = {
     "explain": (lambda: flexmasks.explain(*[LONG_QUERIES] * 3, mask="sliding_window", window=9), "1,464,843,750,000"),
     "attention, new tensors": (
         attending_to(
-            *[LONG_QUERIES] * 3, mask=lambda b, h, q, kv: (q >= kv) & (torch.arange(10)[b] < 5), backend="cpu"
+            *[LONG_QUERIES] * 3, mask=lambda b, h, q, kv: (q >= kv) & (torch.arange(10)[b] < 5), backend="flex"
         ),
         "1,464,843,750,000,000 bytes",
     ),

@@ -29,7 +29,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode_cpu, dense_cpu, fa4_package, flex_kernels, sdpa, table, tiles
+from flexmasks.backends import decode_cpu, fa4_package, flex_kernels, sdpa, short_cpu, table, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -86,12 +86,12 @@ def _cubed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor
 # backend, the function that runs out of memory, the call, and whether it learns
 OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "sdpa": ("sdpa", sdpa.F, "scaled_dot_product_attention", {"mask": "causal"}, False),
-    "compiled": ("cpu", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
+    "compiled": ("flex", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
-    "dense forward": ("dense", dense_cpu.CpuDense, "forward", {"mask": "causal", "score": "alibi"}, True),
-    "dense backward": ("dense", dense_cpu.CpuDense, "backward", {"mask": "causal", "score": "alibi"}, True),
-    "plan": ("cpu", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
+    "dense forward": ("short", short_cpu.CpuShort, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "dense backward": ("short", short_cpu.CpuShort, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "plan": ("flex", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
 }
 
 
@@ -145,7 +145,7 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
     del call["backend"]
     _check(tensors, call)
     assert private_torch.compiled_graphs() == graphs + 1
-    assert flexmasks.explain(*tensors, **call).backend == "cpu"
+    assert flexmasks.explain(*tensors, **call).backend == "flex"
 
 
 class _Kernel:
@@ -235,9 +235,9 @@ def test_a_full_gpu(mask: str) -> None:
 # --- backends that fail at run time ---
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
-    "sdpa": ("sdpa", "dense", sdpa.FusedCall, "__call__", {"mask": "causal"}),
-    "dense": ("dense", "reference", dense_cpu.CpuDense, "__call__", {"mask": "sliding_window", "window": 20}),
-    "compiled": ("cpu", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
+    "sdpa": ("sdpa", "short", sdpa.FusedCall, "__call__", {"mask": "causal"}),
+    "short": ("short", "reference", short_cpu.CpuShort, "__call__", {"mask": "sliding_window", "window": 20}),
+    "compiled": ("flex", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
 
@@ -326,7 +326,7 @@ def test_one_failed_compile_costs_no_backend(
     monkeypatch.setattr(torch, "compile", compiler)
     for length in (17, 18, 77, 512):
         _check(_one(length), mask)
-        assert flexmasks.explain(*_one(length), **mask).backend == "cpu"
+        assert flexmasks.explain(*_one(length), **mask).backend == "flex"
     assert compiler.dynamic == [None, False] if name == "C++" else [None, None, False]
     assert not _warnings(caplog)
 
@@ -344,10 +344,10 @@ def test_a_failure_leaves_out_its_own_lengths_and_layouts(
 
     _check(_one(17), call)
     _check(_one(18), call)  # fails, and again
-    assert backends() == ["cpu", "reference", "cpu", "cpu", "cpu"]
+    assert backends() == ["flex", "reference", "flex", "flex", "flex"]
     _check(_one(17), call)
     _check(_one(33), call)  # so does a second length: torch cannot compile the function
-    assert backends() == ["reference", "reference", "reference", "cpu", "cpu"]
+    assert backends() == ["reference", "reference", "reference", "flex", "flex"]
     assert len(_warnings(caplog)) == 2
 
 
@@ -374,7 +374,7 @@ def test_torch_reaches_no_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
             for threads in (1, 2, 3) if length == 33 else (1, 2):  # torch compiles anew for another number of threads
                 torch.set_num_threads(threads)
                 _check(tensors, call)
-                assert flexmasks.explain(*tensors, **call).backend == "cpu"
+                assert flexmasks.explain(*tensors, **call).backend == "flex"
     assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
 
 
@@ -475,7 +475,7 @@ def _check_corrupted(fault: str, folder: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert second.stdout in ("cpu\n", "reference\n")
     if second.stdout == "reference\n":
-        assert "backend 'cpu' failed and is left out for such calls" in second.stderr
+        assert "backend 'flex' failed and is left out for such calls" in second.stderr
         assert "TORCHINDUCTOR_CACHE_DIR" in second.stderr
 
 
@@ -625,8 +625,8 @@ def test_calls_beside_another_flash_attention(mask: str, package: str, caplog: p
     for _ in range(3):
         assert error(flexmasks.attention(q, k, v, **call)[:1], want.cpu()) < TOLERANCE[torch.bfloat16]
     explained = flexmasks.explain(q, k, v, **call)
-    assert explained.backend not in ("fa4", "flash")
-    assert package in explained.others["flash"]
+    assert explained.backend not in ("fa4", "flex_flash")
+    assert package in explained.others["flex_flash"]
     assert len(_warnings(caplog)) <= (0 if "not installed" in package else 2)
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
 from flexmasks import planned
-from flexmasks.backends import fa4_package, flash, forms, numbers
+from flexmasks.backends import fa4_package, flex_flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.planned import plan_call
 from flexmasks.plans.mask_plan import MaskPlan
@@ -238,7 +238,7 @@ def test_what_cannot_be_traced_is_not_for_flash() -> None:
 
 def _reason(q: Tensor, **call: Any) -> str | None:
     """Return why FLASH refuses the functions of a call, or None."""
-    return flash._refuses_functions(plan_call(q, q, q, Request(**call)).call)
+    return flex_flash._refuses_functions(plan_call(q, q, q, Request(**call)).call)
 
 
 def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
         calls.append(args)
         return miscompiled(*args, **scored)
 
-    monkeypatch.setattr(flash, "miscompiled", counted)
+    monkeypatch.setattr(flex_flash, "miscompiled", counted)
     for ids in (torch.zeros(16).long(), torch.ones(16).long()):  # tensors with the same shape belong to the same kind
         assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
     assert len(calls) == 1
@@ -320,12 +320,12 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
-    assert flexmasks.explain(q, k, v, **call("cuda")).backend in ("triton", "flash")
+    assert flexmasks.explain(q, k, v, **call("cuda")).backend in ("flex", "flex_flash")
     skip_unless_flash_takes((q, k, v), mask="causal")
-    reason = flexmasks.explain(*few, **call("cuda")).others.get("flash", "")
+    reason = flexmasks.explain(*few, **call("cuda")).others.get("flex_flash", "")
     if "its compiler" not in reason:
-        out = flexmasks.attention(*few, backend="flash", **call("cuda"))
-        assert flexmasks.explain(*few, backend="flash", **call("cuda")).mask.startswith("data: ")
+        out = flexmasks.attention(*few, backend="flex_flash", **call("cuda"))
+        assert flexmasks.explain(*few, backend="flex_flash", **call("cuda")).mask.startswith("data: ")
         assert error(out, want) < 1.6e-2
 
 
@@ -340,7 +340,7 @@ def test_blocks_without_a_function_on_a_gpu() -> None:
     want = want.transpose(0, 1).flatten(1, 2).cpu()
     assert error(flexmasks.attention(q, k, v, block_mask=blocks)[0], want) < 1.6e-2
     skip_unless_flash_takes((q, k, v), mask="causal")
-    assert error(flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")[0], want) < 1.6e-2
+    assert error(flexmasks.attention(q, k, v, block_mask=blocks, backend="flex_flash")[0], want) < 1.6e-2
 
 
 @pytest.mark.gpu
@@ -357,7 +357,7 @@ def test_gradients_of_scores_with_grouped_heads_on_a_gpu() -> None:
         assert error(x.grad, y.grad) < 3.2e-2
     skip_unless_flash_takes((q.detach(), k.detach(), v.detach()), mask="causal")
     with pytest.raises(ValueError, match="wrong heads"):
-        flexmasks.attention(q, k, v, backend="flash", **call)
+        flexmasks.attention(q, k, v, backend="flex_flash", **call)
 
 
 @pytest.mark.gpu
@@ -374,7 +374,7 @@ def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, leng
         "function": {"mask": lambda b, h, q, kv: (q >= kv) | ((q + kv) % 7 == 0)},
     }[mask]
     skip_unless_flash_takes((q, k, v), return_lse=True, **call)
-    out, lse = flexmasks.attention(q, k, v, return_lse=True, backend="flash", **call)
+    out, lse = flexmasks.attention(q, k, v, return_lse=True, backend="flex_flash", **call)
     leaves = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
     arguments: dict[str, Any] = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
     visible = flexmasks.dense_mask(arguments.pop("mask"), length, batch=2, **arguments)
@@ -398,7 +398,7 @@ def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, leng
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
-    monkeypatch.setattr(flash, "capability", lambda device: capability)
+    monkeypatch.setattr(flex_flash, "capability", lambda device: capability)
     monkeypatch.setattr(fa4_package, "fits_tiles", lambda: fits)
     monkeypatch.setattr(planned, "block_size_for", lambda size: (128, 128))
 
@@ -417,9 +417,9 @@ def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, bl
     ]
     for mask, mask_mod in masks:
         call = plan_call(q, q, q, Request(mask=mask)).call
-        assert flash._refuses_head_size(call) is None
+        assert flex_flash._refuses_head_size(call) is None
         want = create_block_mask(mask_mod, 1, 1, 700, 700, device="cpu", BLOCK_SIZE=block_size)
-        got = flash.blocks(call).block_mask
+        got = flex_flash.blocks(call).block_mask
         assert block_size == got.BLOCK_SIZE
         assert torch.equal(got.to_dense(), want.to_dense())
         assert call.mask.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
@@ -435,7 +435,7 @@ def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_oth
         made = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
         if are_others_first:
             made.call.mask.blocks()
-        got = flash.blocks(made.call).block_mask
+        got = flex_flash.blocks(made.call).block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(
             lambda b, h, q, kv, s=seen: s[q, kv], 1, 1, 700, 700, device="cpu", BLOCK_SIZE=(128, 64)
@@ -451,13 +451,13 @@ def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     call = plan_call(q, q, q, Request(mask="causal")).call
     for fits, capability in ((False, (9, 0)), (True, (10, 0))):
         on_hopper(monkeypatch, fits, capability)
-        assert "from 16 to 128 here, not 256" in str(flash._refuses_head_size(call))
+        assert "from 16 to 128 here, not 256" in str(flex_flash._refuses_head_size(call))
     on_hopper(monkeypatch)
-    assert flash._refuses_head_size(call) is None
+    assert flex_flash._refuses_head_size(call) is None
     for block_size, reason in ((128, "takes blocks of 128 queries x 64 keys only"), ((128, 64), "None")):
         block_mask = flexmasks.block_mask("causal", 256, block_size=block_size)
         call = plan_call(q, q, q, Request(block_mask=block_mask)).call
-        assert reason in str(flash._refuses_head_size(call))
+        assert reason in str(flex_flash._refuses_head_size(call))
 
 
 def test_numbers_of_masks_whose_blocks_are_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_numbers_of_masks_whose_blocks_are_no_data(monkeypatch: pytest.MonkeyPat
     def refused(size: int, n: int) -> bool:
         q = torch.randn(1, 1, 64, size)
         call = plan_call(q, q, q, Request(mask=lambda b, h, q, kv: (q >= kv) & (q - kv < n))).call
-        reason = flash._refuses_numbers(call)
+        reason = flex_flash._refuses_numbers(call)
         numbers.note_run(call, is_score=False, is_data=n > MAX_COMPILED_VALUES)
         return reason is not None
 
@@ -520,7 +520,7 @@ def test_large_heads_on_a_gpu(kind: str, is_compiled: bool) -> None:
         q, k, v = (torch.randn(2, n, 900, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, d in sizes)
         if step == 0:
             skip_unless_flash_takes((q, k, v), **call)
-        out = attention(q, k, v, backend="flash", **call)
+        out = attention(q, k, v, backend="flex_flash", **call)
         arguments = {name: x for name, x in call.items() if name not in ("mask", "score")}
         visible = flexmasks.dense_mask(call["mask"], 900, batch=2, heads=heads, device="cuda", **arguments)
         leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]

@@ -52,7 +52,7 @@ def changes(before, after):
 
 q, k, v = torch.randn(3, 1, 2, 200, 16)
 step = sys.argv[1]
-if step == "cpu":  # what torch's own compiler changes does not count
+if step == "flex":  # what torch's own compiler changes does not count
     blocks = flex.create_block_mask(lambda b, h, q, kv: q - kv < 7, None, None, 200, 200, device="cpu")
     torch.compile(flex.flex_attention)(q, k, v, block_mask=blocks)
 if step != "import":
@@ -63,7 +63,7 @@ if step == "import":
 elif step == "explain":
     flexmasks.explain(q, k, v, mask="sliding_window", window=30)
 else:
-    learns = step in ("dense", "reference")
+    learns = step in ("short", "reference")
     x = q[:, :, -1:] if step == "decode" else q.clone().requires_grad_(learns)
     how = {"mask": "causal"} if step == "sdpa" else {"mask": lambda b, h, q, kv: (q - kv).abs() < 30}
     out = flexmasks.attention(x, k, v, backend=step, q_offset="last", **how)
@@ -80,10 +80,10 @@ TOUCHED = {
     "import": {"module flexmasks"},
     "explain": set(),
     "reference": _THREADS,
-    "dense": _THREADS,
+    "short": _THREADS,
     "decode": _THREADS,
     "sdpa": set(),
-    "cpu": _COMPILED,
+    "flex": _COMPILED,
 }
 
 

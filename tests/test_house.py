@@ -30,7 +30,8 @@ ORDER = {
             ["blocks"],
             ["spec"],
             ["orders"],
-            ["masks", "scores"],
+            ["masks"],
+            ["scores"],
             ["plans"],
             ["backends"],
             ["request"],
@@ -92,7 +93,7 @@ def test_imports_run_in_one_direction() -> None:
             if (room_of(module), target) == ("__main__", "flexmasks"):  # the command stands above the public names
                 continue
             allowed = room_of(target) and ORDER[room_of(target)] < ORDER[room_of(module)]
-            if room_of(module) in ("masks", "scores"):
+            if room_of(module) in ("masks", "scores") and FILES[module].name != "__init__.py":
                 allowed = any(f"{target}.".startswith(f"{known}.") for known in FOR_DEFINITIONS)
             if not allowed:
                 wrong.append(f"{module}:{line} imports {name}")

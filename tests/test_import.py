@@ -77,8 +77,8 @@ _CAUSAL = "flexmasks.attention(q, k, v, mask='causal'"
 # First calls that compile nothing.
 CALLS = {
     "sdpa": f"{_TENSORS}{_CAUSAL}, backend='sdpa').sum().backward()",
-    "dense": f"{_TENSORS}mask = flexmasks.get_mask('sliding_window', window=9); "
-    "flexmasks.attention(q, k, v, mask=mask, backend='dense').sum().backward()",
+    "short": f"{_TENSORS}mask = flexmasks.get_mask('sliding_window', window=9); "
+    "flexmasks.attention(q, k, v, mask=mask, backend='short').sum().backward()",
     "reference": f"{_TENSORS}{_CAUSAL}, backend='reference').sum().backward()",
     "decode": f"{_TENSORS}q = q[:, :, -1:].detach(); k = k.detach(); v = v.detach(); "
     f"{_CAUSAL}, q_offset=torch.tensor([299, 30]), backend='decode')",

@@ -42,9 +42,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmasks
 from flexmasks import Mask, inside_compile
-from flexmasks.backends import fa4, fa4_kernel, fa4_package, flash, kernel_tiles, table
+from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, table
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.masks import causal
+from flexmasks.masks.causal import causal
 from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
@@ -193,7 +193,7 @@ def test_every_mask_trains_gpu(case: Case) -> None:
         mask, score, changed = "causal", case.name, lambda x: SCORES[case.name](x, case, **case.params)
     options = {**kernel_tiles.chosen_tiles(q, v, (128, 128)), "BACKEND": "TRITON"}
     compiled = torch.compile(flexmasks.attention, fullgraph=True)
-    out = compiled(q, k, v, mask=mask, score=score, backend="triton", kernel_options=options, **params)
+    out = compiled(q, k, v, mask=mask, score=score, backend="flex", kernel_options=options, **params)
     want, _ = attend(*others, dense(replace(case, name=mask, params={} if score else case.params)), changed)
     weight = torch.randn_like(out)
     out.backward(weight)
@@ -211,7 +211,7 @@ def _set(x: Tensor, places: Any, values: Any) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "name"),
-    one_in(2, list(itertools.product(["triton", "flash"], ["dense", "bsr", "document", "q_offset", "dense_bias"]))),
+    one_in(2, list(itertools.product(["flex", "flex_flash"], ["dense", "bsr", "document", "q_offset", "dense_bias"]))),
 )
 def test_constants_in_which_the_graph_sets_elements_gpu(name: str, backend: str) -> None:
     """torch's own compiled flex_attention takes them for the constants."""
@@ -249,7 +249,7 @@ def test_constants_in_which_the_graph_sets_elements_gpu(name: str, backend: str)
         q = q[:, :, 7:].contiguous()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     values = torch.randn(len(places), len(places), device=device)
-    if backend == "flash":
+    if backend == "flex_flash":
         skip_unless_flash_takes(leaves, **given(places, values))
     elif name == "dense_bias":
         leaves.append(values.requires_grad_())
@@ -442,11 +442,11 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
     ]
     assert [len(n) for n in names] == [2, 1]
 
-    @functools.wraps(causal.causal)
+    @functools.wraps(causal)
     def wrapped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv - 3
 
-    for name, function in (("another_causal", causal.causal), ("wrapped_causal", wrapped)):
+    for name, function in (("another_causal", causal), ("wrapped_causal", wrapped)):
         flexmasks.register_mask(name=name)(function)
         assert not flexmasks.get_mask(name).is_own()
     assert flexmasks.packed("causal", [0, 9]).is_own()
@@ -653,8 +653,8 @@ def test_block_masks_of_calls_that_torch_cannot_compile_on_a_cpu() -> None:
         tensors = leaves()
         for got, want in zip(compiled("auto", *tensors), attend(*(x.double() for x in tensors), seen), strict=True):
             assert torch.allclose(got.double(), want, atol=1e-4)
-        with pytest.raises(Exception, match=r"backend \\?'cpu\\?' cannot run this call inside"):
-            compiled("cpu", *tensors)
+        with pytest.raises(Exception, match=r"backend \\?'flex\\?' cannot run this call inside"):
+            compiled("flex", *tensors)
 
 
 _COMPOSED: dict[str, _Call] = {
@@ -822,7 +822,10 @@ def test_a_captured_number_that_changes_is_never_stale() -> None:
         ({"mask": "sliding_window"}, "needs `window`"),
         ({"mask": "padding", "seq_lens": torch.zeros(3, dtype=torch.int64)}, "`seq_lens` must be int[B]"),
         ({"mask": "causal", "q_offset": torch.zeros(3, dtype=torch.int64)}, "`q_offset` must be an int from 0"),
-        ({"mask": "causal", "backend": "flash"}, "backend 'flash' cannot run this call inside torch.compile: it runs"),
+        (
+            {"mask": "causal", "backend": "flex_flash"},
+            "'flex_flash' cannot run this call inside torch.compile: it runs",
+        ),
         ({"mask": "causal", "sink_logits": torch.zeros(3)}, "`sink_logits` must be a floating tensor"),
     ],
 )
@@ -854,9 +857,10 @@ def test_functions_that_only_torch_can_read(caplog: pytest.LogCaptureFixture) ->
         made = flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv))
         return made, flexmasks.attention(q, k, v, mask=calling)
 
-    want = flexmasks.attention(*leaves(), mask=_CAUSAL_DOCUMENTS)
+    q, k, v = leaves()
+    want = flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS)
     with caplog.at_level(logging.WARNING, "flexmasks"):
-        results = torch.compile(call, fullgraph=True, backend="eager")(*leaves(), DOCUMENTS)
+        results = torch.compile(call, fullgraph=True, backend="eager")(q, k, v, DOCUMENTS)
     for out in results:
         torch.testing.assert_close(out, want)
     assert "make a Mask of it outside the compiled function, with flexmasks.get_mask(function)" in caplog.text
@@ -946,12 +950,12 @@ def test_windows_reach_flash_attention_4(
 @pytest.mark.parametrize(
     ("mask", "length", "backend"),
     [
-        (lambda n: flexmasks.get_mask("grouped_tril", seq_lens=torch.ones(4, dtype=torch.int64)), 8192, "flash"),
-        (lambda n: _causal_and("key_padding", attention_mask=torch.ones(4, n, dtype=torch.bool)), 8192, "flash"),
-        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 8192, "triton"),
-        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 32768, "flash"),
-        (lambda n: flexmasks.get_mask("key_eviction", evicted=torch.zeros(n, dtype=torch.int64)), 32768, "triton"),
-        (lambda n: _reading(torch.zeros(n, dtype=torch.int64)), 32768, "triton"),
+        (lambda n: flexmasks.get_mask("grouped_tril", seq_lens=torch.ones(4, dtype=torch.int64)), 8192, "flex_flash"),
+        (lambda n: _causal_and("key_padding", attention_mask=torch.ones(4, n, dtype=torch.bool)), 8192, "flex_flash"),
+        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 8192, "flex"),
+        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 32768, "flex_flash"),
+        (lambda n: flexmasks.get_mask("key_eviction", evicted=torch.zeros(n, dtype=torch.int64)), 32768, "flex"),
+        (lambda n: _reading(torch.zeros(n, dtype=torch.int64)), 32768, "flex"),
     ],
     ids=["lengths", "padding", "documents", "long documents", "table", "function"],
 )
@@ -966,16 +970,16 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         data = data_of(asked, q.device).values()
         for block_size in (None, (128, 128)):  # blocks of the library, and given ones
             call = inside_compile._call_of((data, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
-            assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
+            assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
 def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (fa4_package, flash):
+    for module in (fa4_package, flex_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_fits_blocks", lambda device: True)
+    monkeypatch.setattr(flex_flash, "_fits_blocks", lambda device: True)
     causal = data_of(flexmasks.get_mask("causal"), torch.device("cuda")).values()
 
     def reasons(mask: Any, block_size: tuple[int, int], size: int = 64) -> dict[str, str]:
@@ -987,15 +991,15 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
             return {**dict.fromkeys((b.name for b in able), ""), **reasons}
 
     found = reasons(causal, (128, 128))
-    assert next(name for name in found if not found[name]) == "flash"
+    assert next(name for name in found if not found[name]) == "flex_flash"
     assert all(found[name].startswith("it knows only") for name in ("fa4", "sdpa"))
-    assert reasons(causal, (128, 128), size=256)["flash"] == flash.only_blocks_of((128, 64))
+    assert reasons(causal, (128, 128), size=256)["flex_flash"] == flex_flash.only_blocks_of((128, 64))
     for size, block_size in ((256, (128, 64)), (192, (128, 96)), (128, (128, 128))):
-        assert reasons(causal, block_size, size=size)["flash"] == ""
-    assert reasons(causal, (128, 128), size=192)["flash"] == flash.only_blocks_of((128, 96))
+        assert reasons(causal, block_size, size=size)["flex_flash"] == ""
+    assert reasons(causal, (128, 128), size=192)["flex_flash"] == flex_flash.only_blocks_of((128, 96))
     found = reasons(("unknown", ""), (128, 128))
-    assert next(name for name in found if not found[name]) == "triton"
-    assert found["flash"] == "it may miscompile the function, which reads variables that may change"
+    assert next(name for name in found if not found[name]) == "flex"
+    assert found["flex_flash"] == "it may miscompile the function, which reads variables that may change"
 
 
 def _causal_and(name: str, **params: Tensor) -> flexmasks.Mask:

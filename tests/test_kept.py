@@ -232,14 +232,14 @@ def test_the_softmax_reads_no_mask_again(how: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "triton", "flash", "dense", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "flex", "flex_flash", "short", "reference"])
 @pytest.mark.parametrize("in_checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["parameter", "closure", "q_offset", "slopes"])
 def test_tensors_that_change_in_place_gpu(name: str, in_checkpoint: bool, backend: str) -> None:
     held = SimpleNamespace(ids=torch.arange(256, device="cuda") // 40, bias=torch.randn(2, 256, device="cuda"))
     q, k, v = inputs = [torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
     params = READERS[name](held)
-    if backend == "flash":
+    if backend == "flex_flash":
         skip_unless_flash_takes([q[:, :, :-10] if name == "q_offset" else q, k, v], **params)
     call = functools.partial(_attend, backend=backend, **params)
 

@@ -25,21 +25,25 @@ pytestmark = pytest.mark.usefixtures("cold")
 
 
 LENGTH = 160  # two blocks
-ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "flash")]
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("flex", "flex_flash")]
 
 
 @pytest.fixture(params=["cpu without C++", pytest.param("cpu", marks=pytest.mark.campaign), *ON_GPU])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a backend. Kernels are counted, so they need no C++, which is slow to compile.
+    """Return a backend, "cpu" for flex on a CPU. Kernels are counted, so they need no C++, which is slow to compile.
 
     Without it there is one block: outside of the blocks that kernels ask for, what masks show may be anything.
     """
-    if request.param == "flash":
+    if request.param == "flex_flash":
         pytest.importorskip("flash_attn.cute")
     if request.param == "cpu without C++":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         monkeypatch.setitem(globals(), "LENGTH", 30)
     return str(request.param).partition(" ")[0]
+
+
+def name_of(backend: str) -> str:
+    return "flex" if backend == "cpu" else backend
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, change: Callable[..., Tensor] | None = None) -> Tensor:
@@ -81,7 +85,7 @@ def check(
         torch.randn(batch, n, length, size, device=device, dtype=dtype) for n in (heads, *[kv_heads or heads] * 2)
     )
     with torch.no_grad():
-        out = flexmasks.attention(q, k, v, mask=mask, backend=backend, **arguments)
+        out = flexmasks.attention(q, k, v, mask=mask, backend=name_of(backend), **arguments)
     if visible is None:
         visible = create_mask(mask, batch, heads, length, length, device).cpu()
     assert error(out, naive(q, k, v, visible, change)) < TOLERANCE[dtype]
@@ -159,7 +163,7 @@ def test_numbers_of_scores_become_inputs(make: Callable[..., Any], backend: str,
         check(backend, (1, 2, LENGTH, 16), causal, change=change, score=change)
 
     made = [functools.partial(call, n) for n in (2.0, 3.0, 4.0, 2.0, 7.0)]
-    if backend == "flash":
+    if backend == "flex_flash":
         with pytest.raises(ValueError, match="takes no numbers of score changes as inputs"):
             kernels_of(made)
     else:
@@ -173,9 +177,9 @@ def test_twelve_caps_compile_seven_kernels(backend: str) -> None:
             check, backend, (1, 2, LENGTH, 16), causal,
             change=lambda score, b, h, q, kv, cap=cap: cap * torch.tanh(score / cap), score="softcap", cap=cap,
         )
-        for cap in (0.5 + 0.25 * n for n in range(7 if backend == "flash" else 12))
+        for cap in (0.5 + 0.25 * n for n in range(7 if backend == "flex_flash" else 12))
     ]  # fmt: skip
-    if backend == "flash":
+    if backend == "flex_flash":
         with pytest.raises(ValueError, match="takes no numbers of score changes as inputs"):
             kernels_of(calls)
     else:
@@ -201,8 +205,8 @@ def by_type(n: float) -> Callable[..., Tensor]:
 def test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once(
     make: Callable[..., Any], reason: str, backend: str, monkeypatch: Any, caplog: Any
 ) -> None:
-    if backend == "flash":
-        pytest.skip("flash leaves such calls to triton")
+    if backend == "flex_flash":
+        pytest.skip("flex_flash leaves such calls to flex")
     monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
     with caplog.at_level(logging.WARNING, "flexmasks"):
         for n in (2.0, 3.0, 4.0, 5.0):
@@ -266,7 +270,7 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
     of: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first numbers have kernels of their own for one sequence only."""
-    if (of, backend) == ("score", "flash"):
+    if (of, backend) == ("score", "flex_flash"):
         pytest.skip("it takes no numbers of score changes as inputs")
     monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
 
@@ -302,7 +306,7 @@ def test_first_numbers_compile_nothing_at_other_lengths(
 @pytest.mark.campaign
 def test_first_numbers_keep_their_kernels_beside_other_forms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that goes as data, or a score with inputs, needs no other kernels for first numbers of the other one."""
-    if backend == "flash":
+    if backend == "flex_flash":
         pytest.skip("it takes no numbers of score changes as inputs")
     monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
 
@@ -389,8 +393,9 @@ def test_eleven_batch_sizes_of_a_paged_cache_compile_three_kernels(backend: str)
         tables = torch.stack([torch.randperm(64)[:8] for _ in range(batch)]).int().to(device)
         lengths = torch.randint(1, 128, (batch,), device=device)
         q = torch.randn(batch, 4, 1, 16, device=device, dtype=dtype)
+        name = name_of(backend)
         with torch.no_grad():
-            out = flexmasks.paged_attention(q, k_cache, v_cache, tables, lengths, mask="causal", backend=backend)
+            out = flexmasks.paged_attention(q, k_cache, v_cache, tables, lengths, mask="causal", backend=name)
         k, v = (x[tables.long()].flatten(1, 2).transpose(1, 2) for x in (k_cache, v_cache))
         visible = (torch.arange(128, device=device) < lengths[:, None]).cpu()[:, None, None]
         assert error(out, naive(q, k, v, visible)) < TOLERANCE[dtype]
@@ -418,8 +423,7 @@ def test_eleven_batch_sizes_compile_three_kernels(backend: str) -> None:
 def test_explain_says_what_stays_constant(device: str) -> None:
     q, k, v = torch.randn(3, 2, 2, 160, 16, device=device)
     with torch.no_grad():
-        backend = "cpu" if device == "cpu" else "triton"
-        text = str(flexmasks.explain(q, k, v, mask="grouped_tril", seq_lens=[160, 3], backend=backend))
+        text = str(flexmasks.explain(q, k, v, mask="grouped_tril", seq_lens=[160, 3], backend="flex"))
     words = " ".join(text.split())
     assert "the first few new batch sizes, lengths and memory layouts" in words
     assert "number of heads" in words

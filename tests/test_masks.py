@@ -210,7 +210,7 @@ def test_a_users_function_for_kernels() -> None:
         compiled = torch.compile(flex_attention, backend="aot_eager")
         assert torch.allclose(compiled(q, k, v, block_mask=planned), want, atol=1e-6)
         call = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
-        assert torch.allclose(call(q, k, v, mask=mask, backend="cpu"), want, atol=1e-6)
+        assert torch.allclose(call(q, k, v, mask=mask, backend="flex"), want, atol=1e-6)
 
 
 def test_a_users_mask_that_holds_a_mask() -> None:
@@ -263,7 +263,7 @@ def test_a_function_for_kernels_that_captured_a_tensor() -> None:
         mask = of_a_table(table)
         want = attend(*(exact(x) for x in (q, k, v)), (index <= index[:, None]) & table)[0]
         with torch.no_grad():
-            assert error(flexmasks.attention(q, k, v, mask=mask, backend="cpu"), want) < TOLERANCE[torch.float32], n
+            assert error(flexmasks.attention(q, k, v, mask=mask, backend="flex"), want) < TOLERANCE[torch.float32], n
         blind = replaced(mask, [(table, torch.zeros(30, dtype=torch.bool))])
         assert not blind.bind(blind.resolve(None), for_kernels=True)(0, 0, index[:, None], index).any()
 
@@ -285,7 +285,7 @@ def test_a_sequence_that_is_longer_than_its_canvas() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     seen = flexmasks.dense_mask(inner, 16)[:, :, :8, :8]
     want = attend(*(exact(x[:, :, 32:]) for x in (q, k, v)), seen)[0]
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "flex"):
         with torch.no_grad():
             out = flexmasks.attention(q, k, v, mask=mask, backend=backend)
         assert error(out[:, :, 32:], want) < TOLERANCE[torch.float32]
@@ -313,11 +313,12 @@ def test_reference_in_float64_with_gradients(case: Case) -> None:
 
 
 def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
-    v_size = 32 if backend == "flash" or case.q_len % 2 else 48
+    v_size = 32 if backend == "flex_flash" or case.q_len % 2 else 48
     leaves = qkv(case, dtype, device, grouped=case.kv_len % 2 == 0, v_size=v_size)
     others = [exact(x) for x in leaves]
     mask = dense(case)
-    cuda, with_lse = device == "cuda", backend == "triton"
+    cuda = device == "cuda"
+    with_lse = cuda and backend == "flex"
     with torch.set_grad_enabled(cuda):
         result = flexmasks.attention(
             *leaves, mask=case.name, backend=backend, return_lse=with_lse, **arguments(case, device)
@@ -393,7 +394,7 @@ def _by_turns(dtypes: list[torch.dtype]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), _ON_CPU, ids=label)
 def test_compiled_cpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cpu", "cpu")
+    _compiled(case, dtype, "cpu", "flex")
 
 
 # A case of each mask for 40 positions. Most queries start at 16 or 5; some masks have no other cases of that length.
@@ -433,7 +434,7 @@ def test_masks_that_share_a_kernel(cases: list[Case]) -> None:
         start = arguments(case)["q_offset"]
         with torch.no_grad():
             out = flexmasks.attention(
-                *leaves, mask=functools.reduce(operator.or_, masks), q_offset=start, backend="cpu"
+                *leaves, mask=functools.reduce(operator.or_, masks), q_offset=start, backend="flex"
             )
         want, _ = attend(*map(exact, leaves), dense(case))
         assert error(out, want) < TOLERANCE[torch.float32], case
@@ -456,14 +457,14 @@ def _mask_of(case: Case) -> Mask:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), _by_turns(list(TOLERANCE)), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cuda", "triton")
+    _compiled(case, dtype, "cuda", "flex")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), _by_turns([torch.float16, torch.bfloat16]), ids=label)
 def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
     skip_unless_flash_takes(qkv(case, dtype, "cuda"), mask=case.name, **arguments(case, "cuda"))
-    _compiled(case, dtype, "cuda", "flash")
+    _compiled(case, dtype, "cuda", "flex_flash")
 
 
 @pytest.mark.parametrize("case", THREE_OF_EACH, ids=label)

@@ -91,12 +91,12 @@ refuses(lambda: torch.func.grad(call)(q.detach()))
 """
 _DENSE = """
 x = q.detach().float().requires_grad_()
-refuses(lambda: flexmasks.attention(x, x, x, mask='causal', score='alibi', backend='dense').sum().backward())
+refuses(lambda: flexmasks.attention(x, x, x, mask='causal', score='alibi', backend='short').sum().backward())
 """
 _LOOK = """
 score = lambda s, b, h, q, kv: s * (q - kv)
 q, k, v = (x.detach().float() for x in (q, k, v))
-refuses(lambda: flexmasks.attention(q, k, v, mask='causal', score=score, backend='cpu'))
+refuses(lambda: flexmasks.attention(q, k, v, mask='causal', score=score, backend='flex'))
 """
 _SIZES = """
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -428,7 +428,7 @@ def compiled_functions(first: int, count: int, device: str = "cpu") -> tuple[lis
 def test_compiled_functions(first: int, count: int, rewritten: bool, judge: Judge) -> None:
     """What the look at functions lets through is right in a kernel that compiles many of them."""
     functions = compiled_functions(first, count)[rewritten]
-    judged = judge.judge(functions, Shape(2 * count, 3, 100, 75), backend="cpu", form="function")
+    judged = judge.judge(functions, Shape(2 * count, 3, 100, 75), backend="flex", form="function")
     assert not judged.fault, f"{judged.fault}: {functions}"
 
 
@@ -445,13 +445,13 @@ def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
     for functions in compiled_functions(0, 12, "cuda"):
         shape = Shape(2 * len(functions), 3, 100, 75)
         judged = judge.judge(
-            functions, shape, "cuda", torch.bfloat16, "triton" if form == "function" else "auto", form=form
+            functions, shape, "cuda", torch.bfloat16, "flex" if form == "function" else "auto", form=form
         )
         assert not judged.fault, f"{judged.fault}: {functions}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("backend", ["flex", "auto"])
 @pytest.mark.parametrize("name", one_in(60, list(WRITTEN)))
 def test_written_functions_on_a_gpu(name: str, backend: str, judge: Judge) -> None:
     shape = list(SHAPES)[list(WRITTEN).index(name) // 10 % len(SHAPES)]

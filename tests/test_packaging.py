@@ -74,8 +74,8 @@ def test_the_wheel_has_the_package_only(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, "wheel", tmp_path)
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     wanted = {n for n in files_of_the_repository() if n.startswith("flexmasks/") and n.endswith(".py")}
-    templates = {"flexmasks/pictures/gallery.html"}
-    assert set(names) == wanted | templates | {"flexmasks/py.typed"}
+    others = {"flexmasks/pictures/gallery.html", "flexmasks/masks/__init__.pyi", "flexmasks/scores/__init__.pyi"}
+    assert set(names) == wanted | others | {"flexmasks/py.typed"}
     assert wheel.name.split("-")[:2] == ["flexmasks", flexmasks.__version__]
     check_metadata(zipfile.ZipFile(wheel).read(f"flexmasks-{flexmasks.__version__}.dist-info/METADATA").decode())
 

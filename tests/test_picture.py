@@ -264,17 +264,35 @@ flexmasks.draw("causal", 8).plot()
     assert kilobytes < 1_000_000  # one BlockMask alone takes 1.07 GB
 
 
-def test_show_prints_in_scripts_and_returns_what_sessions_display(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    picture = flexmasks.show("causal", 300, columns=20)
+def test_show_prints_once_and_returns_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flexmasks.show("causal", 300, columns=20) is None  # type: ignore[func-returns-value]
+    picture = flexmasks.draw("causal", 300)
+    picture.columns = 20
     assert capsys.readouterr().out == f"{picture!r}\n"
     assert len(repr(picture).splitlines()[0]) <= 20
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    picture = flexmasks.show("causal", 8)
-    assert capsys.readouterr().out == ""
-    assert repr(picture).startswith("█·······\n██······")
-    assert picture._repr_svg_() == picture.svg()
+
+
+SHOWN = "import flexmasks\nflexmasks.show('causal', 8)\nx = [flexmasks.show('full', 8)]\n"
+
+
+def test_the_prompt_shows_a_picture_once() -> None:
+    ran = subprocess.run([sys.executable, "-iq"], input=SHOWN, capture_output=True, text=True)
+    printed = ran.stdout.replace(">>> ", "").strip()
+    assert printed == f"{flexmasks.draw('causal', 8)!r}\n{flexmasks.draw('full', 8)!r}"
+
+
+def test_ipython_displays_a_picture_once() -> None:
+    pytest.importorskip("IPython")
+    code = f"""
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+shell = InteractiveShell.instance()
+with capture_output() as shown:
+    shell.run_cell({SHOWN!r})
+print(repr(shown.stdout), [sorted(output.data) for output in shown.outputs])
+"""
+    ran = fresh.run(code)
+    assert ran.stdout == f"'' {[['image/svg+xml', 'text/plain']] * 2}\n", ran.stderr
 
 
 @pytest.mark.parametrize("length", one_in(3, [256, 1024, 2048]))

@@ -1,6 +1,6 @@
 """The README and the pages around it: their calls run, their links lead somewhere, their tables are up to date.
 
-`python tests/test_readme.py` rewrites the pictures and every generated part of a page, which stands between
+`python tests/test_readme.py` rewrites the pictures, the stubs, and every generated part of a page, which stands between
 `<!-- generated: NAME, by ... -->` and `<!-- end of NAME -->`.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import helpers  # noqa: F401  # it finds the benchmarks
 import planted
 import pytest
+import stubs
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
@@ -223,6 +224,11 @@ def test_the_pictures_are_up_to_date() -> None:
         assert (ROOT / file).read_text() == picture.svg(), "run `python tests/test_readme.py`"
 
 
+@pytest.mark.parametrize("kind", stubs.FILES)
+def test_the_stubs_are_up_to_date(kind: str) -> None:
+    assert (ROOT / stubs.FILES[kind]).read_text() == stubs.stub(kind), "run `python tests/test_readme.py`"
+
+
 def test_the_readme_is_short_and_narrow() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= LINES
@@ -335,5 +341,7 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
 if __name__ == "__main__":
     for file, picture in pictures().items():
         (ROOT / file).write_text(picture.svg())
+    for kind, file in stubs.FILES.items():
+        (ROOT / file).write_text(stubs.stub(kind))
     for name in GENERATED:
         (ROOT / name).write_text(up_to_date(name))

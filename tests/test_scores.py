@@ -88,12 +88,12 @@ _SUMMED_TOLERANCE = {dtype: 2 * tolerance for dtype, tolerance in TOLERANCE.item
 
 
 def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
-    leaves = qkv(case, dtype, device, v_size=32 if backend == "flash" or case.q_len % 2 else 16)
+    leaves = qkv(case, dtype, device, v_size=32 if backend == "flex_flash" or case.q_len % 2 else 16)
     others = [exact(x) for x in leaves]
     params = arguments(case, device)
     params |= {n: t.float() for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
     cuda = device == "cuda"
-    learns = backend == "triton"  # the other kernels have no gradients of the tensors that a score captured
+    learns = cuda and backend == "flex"  # the other kernels have no gradients of the tensors that a score captured
     learned = {n: t for n, t in params.items() if learns and isinstance(t, Tensor) and t.is_floating_point()}
     for t in learned.values():
         t.requires_grad_()
@@ -153,7 +153,7 @@ def test_scores_that_share_a_kernel(names: list[str]) -> None:
         offset = params.pop("q_offset")
         scores.append(flexmasks.get_score(case.name, **params))
     leaves = [x.detach() for x in qkv(cases[0], torch.float32, v_size=16)]
-    out = flexmasks.attention(*leaves, mask="causal", score=scores, q_offset=offset, backend="cpu")
+    out = flexmasks.attention(*leaves, mask="causal", score=scores, q_offset=offset, backend="flex")
 
     def changed(x: Tensor) -> Tensor:
         for case in cases:
@@ -167,7 +167,7 @@ def test_scores_that_share_a_kernel(names: list[str]) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)
 def test_compiled_float32_cpu(case: Case) -> None:
-    _compiled(case, torch.float32, "cpu", "cpu")
+    _compiled(case, torch.float32, "cpu", "flex")
 
 
 _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(spread(SCORE_CASES, 3)[1::3])]
@@ -178,7 +178,7 @@ _HALF_ON_CPU = [*one_in(2, _HALF[:2]), *(pytest.param(*pair, marks=pytest.mark.c
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), _HALF_ON_CPU, ids=label)
 def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cpu", "cpu")
+    _compiled(case, dtype, "cpu", "flex")
 
 
 # Each score has three cases, and each of them one dtype; campaigns try it in the other dtypes.
@@ -208,7 +208,7 @@ def test_gradients_of_scores_that_are_nan_where_the_mask_hides() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), one_in(2, _ON_GPU), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cuda", "triton")
+    _compiled(case, dtype, "cuda", "flex")
 
 
 @pytest.mark.parametrize("case", one_in(2, SCORE_CASES), ids=label)
@@ -225,7 +225,7 @@ def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("case", "dtype"), one_in(3, _HALF), ids=label)
 def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
     skip_unless_flash_takes(qkv(case, dtype, "cuda"), mask="causal", score=case.name, **arguments(case, "cuda"))
-    _compiled(case, dtype, "cuda", "flash")
+    _compiled(case, dtype, "cuda", "flex_flash")
 
 
 def test_several_compose_in_order() -> None:

@@ -48,7 +48,7 @@ def after_compilations(lines: list[str]) -> list[str]:
     """Return the lines behind compilations; one before each says what comes, and about how long it takes."""
     before, after = lines[::2], lines[1::2]
     for announced, done in zip(before, after, strict=True):
-        what = re.fullmatch(r"compiling attention for backend 'cpu', (.*): about \d+ to \d+ s .*", announced)
+        what = re.fullmatch(r"compiling attention for backend 'flex', (.*): about \d+ to \d+ s .*", announced)
         assert what, announced
         assert re.match(r"compiled attention in \d+\.\d s: " + re.escape(what[1]), done)
     return after

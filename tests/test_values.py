@@ -171,6 +171,25 @@ def test_repr(mask: Any, text: str) -> None:
     assert repr(mask) == text
 
 
+def test_others_show_themselves_in_one_line() -> None:
+    ids = torch.arange(1000) // 300
+    packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    blocks = flexmasks.get_mask("causal").blocks(1024)
+    assert repr(blocks) == "Blocks(64 of 128 x 128, 28 empty, 8 partial, 28 full; 43.8% of the pairs skipped)"
+    assert str(blocks).startswith("blocks of 128 x 128: 64, of which empty 28, partial 8, full 28; skipped: 43.8%\n")
+    (entry,) = (e for e in flexmasks.list_scores() if e.name == "softcap")
+    assert (
+        repr(entry) == "Entry(score softcap(cap, exact=False): Scores bent into (-cap, cap): cap * tanh(score / cap).)"
+    )
+    plan = flexmasks.plan(packed, 1000, batch=2)
+    what = "causal() & document(document_ids=int64[1000])"
+    assert repr(plan) == f"Plan({what}, q_len=1000, kv_len=1000, batch=2 on cpu)"
+    ids = [int(i) for i in ids]
+    plan = flexmasks.plan("document", 1000, score="alibi", document_ids=ids, slopes=torch.ones(8))
+    what = "document(document_ids=(0, 0, 0, ... 1000 values)) with score alibi(slopes=float32[8])"
+    assert repr(plan) == f"Plan({what}, q_len=1000, kv_len=1000 on cpu)"
+
+
 # --- equality ---
 
 IDS = torch.tensor([0, 0, 1])

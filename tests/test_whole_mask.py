@@ -1,4 +1,4 @@
-"""Backend "dense" as on a GPU: kernels that take the whole mask as a tensor.
+"""Backend "short" as on a GPU: kernels that take the whole mask as a tensor.
 
 With TRITON_INTERPRET=1 Triton's interpreter runs the kernels on a CPU. The interpreter must be chosen before Triton is
 imported, so `test_by_the_interpreter` runs this file in a process of its own.
@@ -33,7 +33,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks import calls
-from flexmasks.backends import dense, table
+from flexmasks.backends import short, table
 from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, spans_of
 from flexmasks.plans import plan
 from flexmasks.plans.whole import line_of
@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRET
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device of a test, which counts as a GPU."""
-    monkeypatch.setattr(dense, "_ON_GPU", ("cpu", "cuda"))
+    monkeypatch.setattr(short, "_ON_GPU", ("cpu", "cuda"))
     monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_FACTORED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 1)
@@ -65,7 +65,7 @@ def in_short(turns: int, cases: list[Any]) -> list[Any]:
     return one_in(turns, cases) if INTERPRETED else cases
 
 
-def results(leaves: list[Tensor], backend: str = "dense", **call: Any) -> list[Tensor]:
+def results(leaves: list[Tensor], backend: str = "short", **call: Any) -> list[Tensor]:
     """Return output, lse and gradients, for upstream gradients that depend on the sizes only."""
     out, lse = flexmasks.attention(*leaves, return_lse=True, backend=backend, **call)
     seen = torch.where(lse == -math.inf, 0, lse)
@@ -112,7 +112,7 @@ def test_every_mask(case: Case, device: str) -> None:
 def test_scores_that_add(case: Case, device: str) -> None:
     leaves = qkv(case, FP16, device)
     call = {"mask": "causal", "score": case.name, **arguments(case, device)}
-    reason = flexmasks.explain(*leaves, **call).others.get("dense")
+    reason = flexmasks.explain(*leaves, **call).others.get("short")
     if reason is not None and "asked for" not in reason and "faster here" not in reason:
         assert "score changes that add" in reason
         return
@@ -212,10 +212,10 @@ def test_random_masks(device: str) -> None:
 def test_hidden_keys_may_hold_anything(device: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 200, 16).to(device, BF16)
     with torch.no_grad():
-        want = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="dense")
+        want = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="short")
         k[:, :, 100] = math.nan
         k[:, :, 150] = math.inf
-        got = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="dense")
+        got = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="short")
     is_hidden = torch.ones(200, dtype=torch.bool)
     is_hidden[100:106] = is_hidden[150:156] = False
     got, want = got.cpu(), want.cpu()
@@ -245,7 +245,7 @@ def test_layouts(device: str) -> None:
     """Rows may lie anywhere, and upstream gradients may be expanded or transposed."""
     fused = torch.randn(2, 65, 3, 4, 24).to(device, FP16).requires_grad_()
     plain = fused.detach().clone().requires_grad_()
-    for backend, x in (("dense", fused), ("reference", plain)):
+    for backend, x in (("short", fused), ("reference", plain)):
         q, k, v = x.unbind(2)
         call = {"mask": "sliding_window", "window": 9, "backend": backend}
         out = flexmasks.attention(*(t.transpose(1, 2) for t in (q, k, v)), **call)
@@ -257,7 +257,7 @@ def test_layouts(device: str) -> None:
     v = torch.randn(1, 2, 41, 32).to(device, FP16)[:, :, 1:, 8:24]
     q[:, :, 7] = 0
     with torch.no_grad():
-        got, want = (flexmasks.attention(q, k, v, mask="causal", backend=b) for b in ("dense", "reference"))
+        got, want = (flexmasks.attention(q, k, v, mask="causal", backend=b) for b in ("short", "reference"))
     assert error(got, want.cpu()) < TOLERANCE[FP16]
 
 
@@ -268,12 +268,12 @@ def test_sinks_and_gradients_of_some(device: str) -> None:
     sinks = torch.randn(4).to(device).requires_grad_()
     k.requires_grad_()
     grads = []
-    for backend in ("dense", "reference"):
+    for backend in ("short", "reference"):
         call = {"mask": "sliding_window", "window": 9, "backend": backend}
         out = flexmasks.attention(q, k, v, sink_logits=sinks, **call)
         grads.append([out, *torch.autograd.grad(out.float().square().sum(), (k, sinks))])
     assert max(error(a, b.cpu()) for a, b in zip(*grads, strict=True)) < 2 * TOLERANCE[BF16]
-    _, lse = flexmasks.attention(q, k, v, return_lse=True, mask="sliding_window", window=9, backend="dense")
+    _, lse = flexmasks.attention(q, k, v, return_lse=True, mask="sliding_window", window=9, backend="short")
     assert torch.autograd.grad(lse.sum(), k)[0].isfinite().all()
 
 
@@ -281,7 +281,7 @@ def test_sinks_and_gradients_of_some(device: str) -> None:
 def test_derivatives_of_gradients_and_batches_of_them(device: str) -> None:
     q, k, v = (torch.randn(1, 2, 9, 8).to(device, FP16).requires_grad_() for _ in range(3))
     found = []
-    for backend in ("dense", "reference"):
+    for backend in ("short", "reference"):
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=3, backend=backend)
         (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         second = torch.autograd.grad(first.square().sum(), (q, k, v), retain_graph=True)
@@ -353,12 +353,12 @@ def test_auto_takes_it_for_small_calls() -> None:
         q = torch.randn(1, 4, 256, 64, device="cuda", dtype=BF16)
         return flexmasks.explain(q, q, q, mask="causal").backend
 
-    assert backend(256) == backend(1024, score="alibi") == backend(300, return_lse=True) == "dense"
+    assert backend(256) == backend(1024, score="alibi") == backend(300, return_lse=True) == "short"
     assert causal() == "sdpa"
-    others = "triton", "flash", "fa4"
+    others = "flex", "flex_flash", "fa4"
     assert backend(4096, heads=64) in others
     assert backend(256, score="softcap", cap=3.0) in others
-    assert backend(256, dtype=torch.float32) == backend(256, size=256) == "triton"
+    assert backend(256, dtype=torch.float32) == backend(256, size=256) == "flex"
     assert table._DENSE_MAX_FLOP > 0
 
 

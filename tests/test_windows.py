@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
 from flexmasks import calls, compat
-from flexmasks.backends import fa4, fa4_kernel, fa4_package, flash
+from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.kernels import tanh
 from flexmasks.planned import plan_call
@@ -287,7 +287,7 @@ def test_fa4_on_consumer_gpus(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (fa4.refuses(call) or "") == (f"on compute capability 12 {reason}" if reason else "")
     call.pages = object()
     assert fa4.refuses(call) is not None
-    assert flash.refuses(call) is not None
+    assert flex_flash.refuses(call) is not None
 
 
 def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons[9, 0] == [None] * 3
     assert reasons[10, 0][0] is reasons[10, 0][2] is None
     assert "up to 128, 192 with 128 for v, and 256" in str(reasons[10, 0][1])
-    assert flash.refuses(_call_on(monkeypatch, (12, 0), size=64)) == "on compute capability 12 it takes no blocks"
+    assert flex_flash.refuses(_call_on(monkeypatch, (12, 0), size=64)) == "on compute capability 12 it takes no blocks"
     q, sinks = torch.zeros(1, 4, 200, 64), torch.zeros(4)
     monkeypatch.setattr(fa4_package, "knows_sinks", lambda: True)
     for capability in ((9, 0), (12, 0)):
@@ -306,7 +306,7 @@ def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fa4.folds_sinks(q.requires_grad_(), q, q, sinks) == (capability == (9, 0))
         q.requires_grad_(False)
     for capability in ((8, 0), (8, 6), (8, 9)):
-        reason = flash.refuses(_call_on(monkeypatch, capability, score=True, size=64))
+        reason = flex_flash.refuses(_call_on(monkeypatch, capability, score=True, size=64))
         assert reason == "it needs compute capability 9.0 or above"
 
 
@@ -315,7 +315,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for module in (fa4_package, flash):
+    for module in (fa4_package, flex_flash):
         monkeypatch.setattr(module, "capability", lambda device: capability)
     q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
     call = {"needs_grad": False, "cap": None, "score": None, "kernel_options": None, "scale": None, **given}
@@ -531,7 +531,7 @@ def _on_gpu(value: Any) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "size"), one_in(3, [(backend, size) for size in range(8, 129, 8) for backend in ("fa4", "flash")])
+    ("backend", "size"), one_in(3, [(backend, size) for size in range(8, 129, 8) for backend in ("fa4", "flex_flash")])
 )
 def test_flash_head_sizes(backend: str, size: int) -> None:
     """Head sizes that the backend takes are right, with gradients; for some sizes its kernels are wrong."""
@@ -551,7 +551,7 @@ def test_flash_head_sizes(backend: str, size: int) -> None:
 
 @pytest.mark.gpu
 def test_small_and_large_calls() -> None:
-    """The host's time decides small calls: sdpa where it can run, else dense. Large calls take FlashAttention 4."""
+    """The host's time decides small calls: sdpa where it can run, else short. Large calls take FlashAttention 4."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     small, large = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 8192))
 
@@ -561,11 +561,11 @@ def test_small_and_large_calls() -> None:
     def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (kv % 3 != 1)
 
-    assert [backend_of(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "dense"]
-    assert backend_of(small, "causal", return_lse=True) == "dense"
-    assert [backend_of(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flash"]
-    assert backend_of(large[:1], "sliding_window", window=64) == "triton"  # few of its blocks are computed
-    assert backend_of(small, flexmasks.packed("causal", [0, 100, 512])) == "dense"
+    assert [backend_of(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "short"]
+    assert backend_of(small, "causal", return_lse=True) == "short"
+    assert [backend_of(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flex_flash"]
+    assert backend_of(large[:1], "sliding_window", window=64) == "flex"  # few of its blocks are computed
+    assert backend_of(small, flexmasks.packed("causal", [0, 100, 512])) == "short"
     assert "faster here" in flexmasks.explain(small, small, small, mask="causal").others["fa4"]
 
 
@@ -582,11 +582,11 @@ def test_fa4_has_no_second_derivative_and_says_so() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "size"), one_in(2, [(backend, size) for size in (64, 128) for backend in ("triton", "flash", "fa4")])
+    ("backend", "size"), one_in(2, [(backend, size) for size in (64, 128) for backend in ("flex", "flex_flash", "fa4")])
 )
 def test_the_cheap_tanh(backend: str, size: int) -> None:
     """Check that its error is at most twice that of the exact tanh, or below the rounding of outputs."""
-    if backend != "triton":
+    if backend != "flex":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = ((2 * torch.randn(1, 2, 512, size, device="cuda")).to(torch.bfloat16).requires_grad_() for _ in range(3))
     weight = torch.randn_like(q)
@@ -598,7 +598,7 @@ def test_the_cheap_tanh(backend: str, size: int) -> None:
     others = [exact(x) for x in (q, k, v)]
     want, _ = attend(*others, torch.ones(512, 512, dtype=torch.bool).tril(), lambda s: 20 * torch.tanh(s / 20))
     expected = [want, *torch.autograd.grad((want * weight.double().cpu()).sum(), others)]
-    exactly = run(exact=True, backend="flash" if backend == "fa4" else backend)
+    exactly = run(exact=True, backend="flex_flash" if backend == "fa4" else backend)
     for cheap, full, true in zip(run(backend=backend), exactly, expected, strict=True):
         assert error(cheap, true) < max(2 * error(full, true), TOLERANCE[torch.bfloat16] / 4)
 
@@ -632,7 +632,7 @@ def test_sdpa_asks_for_a_kernel_once_for_each_layout(monkeypatch: pytest.MonkeyP
 
     def asks(*tensors: Tensor) -> int:
         asked.clear()
-        assert flexmasks.explain(*tensors, mask="causal").backend in ("sdpa", "dense")
+        assert flexmasks.explain(*tensors, mask="causal").backend in ("sdpa", "short")
         asked.clear()
         flexmasks.attention(*tensors, mask="causal")
         return len(asked)
@@ -643,7 +643,7 @@ def test_sdpa_asks_for_a_kernel_once_for_each_layout(monkeypatch: pytest.MonkeyP
     assert asks(q, other, v) == 0
     with sdpa_kernel(SDPBackend.MATH):  # torch has no fused kernel for the call any more
         assert asks(q, k, v) > 0
-        assert flexmasks.explain(q, k, v, mask="causal").backend == "dense"
+        assert flexmasks.explain(q, k, v, mask="causal").backend == "short"
 
 
 def _interface_with(*names: str) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""The types of calls, which mypy checks: attention gives a tensor, and a pair of tensors with `return_lse=True`."""
+"""The types of calls, which mypy checks; it reports an `ignore` where a call that must be refused is not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
+from flexmasks import masks, scores
+from flexmasks.masks import causal, document, sliding_window
+from flexmasks.scores import alibi, softcap
 
 Pair = tuple[Tensor, Tensor]
 
@@ -46,3 +49,41 @@ def of_others(q: Tensor) -> None:
     assert_type(flexmasks.paged(flexmasks.get_score("alibi"), q, q, page_size=16), flexmasks.Score)
     assert_type(flexmasks.draw("causal"), flexmasks.Picture)
     assert_type(flexmasks.__version__, str)
+
+
+def of_masks(q: Tensor, ids: Tensor) -> None:
+    assert_type(causal(), flexmasks.Mask)
+    assert_type(causal() & document(document_ids=ids) | ~sliding_window(window=3), flexmasks.Mask)
+    for given in (
+        document(document_ids=[0, 0, 1]),
+        document(document_ids=[[0, 1], [0, 0]]),
+        document(document_ids=ids),
+    ):
+        flexmasks.attention(q, q, q, mask=given)
+    sliding_window(window=ids)
+    masks.natten(height=8, width=8, kernel=(3, 5), causal=(True, False), order="auto")
+    masks.natten(height=8, width=8, kernel=3, order=[0, 1])
+    masks.block_sparse(visible_blocks=[[True, False]], block=(128, 64))
+    masks.key_padding(attention_mask=[[1, 0]])
+    assert_type(masks.packed("causal", [0, 3]), flexmasks.Mask)
+    assert_type(masks.paged("causal", q, q, 16), flexmasks.Mask)
+
+
+def of_scores(q: Tensor) -> None:
+    assert_type(softcap(cap=30), flexmasks.Score)
+    flexmasks.attention(q, q, q, score=[alibi(slopes=[0.5, 0.25]), scores.softcap(cap=30.0, exact=True)])
+    assert_type(scores.packed(alibi(), [0, 3]), flexmasks.Score)
+
+
+def refused(ids: Tensor) -> None:
+    causal(3)  # type: ignore[call-arg]
+    sliding_window()  # type: ignore[call-arg]
+    sliding_window(1024)  # type: ignore[call-arg]
+    sliding_window(windw=1024)  # type: ignore[call-arg]
+    sliding_window(window="wide")  # type: ignore[arg-type]
+    document(document_ids=3)  # type: ignore[arg-type]
+    document(document_ids=["a"])  # type: ignore[arg-type]
+    masks.natten(height=8, width=8, kernel=(3, 5, 7))  # type: ignore[arg-type]
+    masks.natten(height=8, width=8, kernel=3, order="tiles")  # type: ignore[arg-type]
+    softcap(cap=ids)  # type: ignore[arg-type]
+    masks.chain()  # type: ignore[attr-defined]

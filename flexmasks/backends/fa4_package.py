@@ -179,12 +179,17 @@ def interface() -> Any:
         raise Unavailable(_import_failures[0]) from error
 
 
+def why_unusable() -> str:
+    """Return why flash-attn-4 cannot be called, or imported, or ""."""
+    return why_missing() or next(iter(_import_failures), "")
+
+
 def refuses_package(call: Call) -> str | None:
     """Return why flash-attn-4 cannot take the call, called directly or through flex_attention, or None."""
     head_size, v_size = call.q.shape[3], call.v.shape[3]
     if not call.is_cuda:
         return "it runs on CUDA only"
-    missing = why_missing() or next(iter(_import_failures), "")
+    missing = why_unusable()
     if missing:
         return missing
     major = torch.cuda.get_device_capability(call.q.device)[0]

@@ -1,4 +1,4 @@
-"""Calls of compiled flex_attention: what the backends flash, triton and cpu share."""
+"""Calls of compiled flex_attention: what the backends flex and flex_flash share."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class CompiledCall(Replay):
                 key,
                 shapes,
                 may_be_data=not (as_data or call.mask.is_own or shapes is None or forms.has_failed(call))
-                and backend != "FLASH",  # triton may compile what FLASH cannot
+                and backend != "FLASH",  # flex may compile what FLASH cannot
             ),
             score_mod=score_mod,
             block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH"),

@@ -171,8 +171,8 @@ def _announce() -> bool:
     running, _this_thread.running = getattr(_this_thread, "running", None), None
     if running is not None:
         what, q, k, kernel_options = running
-        backend = "flash" if (kernel_options or {}).get("BACKEND") == "FLASH" else "triton" if q.is_cuda else "cpu"
-        announce(f"attention for backend {backend!r}, {_described(what, q, k)}", backend)
+        backend = "flex_flash" if (kernel_options or {}).get("BACKEND") == "FLASH" else "flex"
+        announce(f"attention for backend {backend!r}, {_described(what, q, k)}", backend if q.is_cuda else "cpu")
     return True
 
 

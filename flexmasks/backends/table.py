@@ -13,7 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import cpu, decode, dense, fa4, fa4_package, flash, flex, forms, reference, sdpa, triton
+from flexmasks.backends import (
+    decode,
+    fa4,
+    fa4_package,
+    flex,
+    flex_cpu,
+    flex_flash,
+    flex_triton,
+    forms,
+    reference,
+    sdpa,
+    short,
+)
 from flexmasks.backends.call import (
     OUTCOMES,
     Call,
@@ -58,6 +70,14 @@ class Backend:
     reads_any_dtype: bool = False  # k and v may have another dtype than q
 
 
+def _flex_refuses(call: Call) -> str | None:
+    return flex_triton.refuses(call) if call.is_cuda else flex_cpu.refuses(call)
+
+
+def _flex_adds_in_any_order(call: Call) -> str | None:
+    return flex_triton.adds_in_any_order(call) if call.is_cuda else None
+
+
 BACKENDS = {
     b.name: b
     for b in (
@@ -68,27 +88,24 @@ BACKENDS = {
         Backend("decode", decode.refuses, decode.run, plan=decode.plan, reads_pages=True),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend(
-            "flash", flash.refuses, flash.run, flash.adds_in_any_order, flash.compiles, _FLEX_RECOMPILES_ON,
-            flash.why_data, flash.blocks,
+            "flex_flash", flex_flash.refuses, flex_flash.run, flex_flash.adds_in_any_order, flex_flash.compiles,
+            _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks,
         ),
         Backend(
-            "triton", triton.refuses, triton.run, triton.adds_in_any_order, triton.compiles, _FLEX_RECOMPILES_ON,
-            flex.why_data, reads_any_dtype=True,
+            "flex", _flex_refuses, flex.run, _flex_adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
+            reads_any_dtype=True,
         ),
-        Backend("dense", dense.refuses, dense.run),
-        Backend(
-            "cpu", cpu.refuses, cpu.run, compiles=cpu.compiles, recompiles_on=_FLEX_RECOMPILES_ON,
-            why_data=flex.why_data,
-        ),
+        Backend("short", short.refuses, short.run),
         Backend("reference", reference.refuses, reference.run, reads_any_dtype=True),
     )
 }  # fmt: skip
-# A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
-# floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
+# A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flex_flash. These are
+# the floating-point operations of a forward pass, over the computed pairs, from which fa4 and flex_flash are faster
+# (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
-_DENSE_MAX_FLOP = 40e9  # over all pairs
-_MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, triton is faster, but from pages
-_DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
+_SHORT_MAX_FLOP = 40e9  # over all pairs
+_MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
+_DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
@@ -106,27 +123,34 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     return able, reasons
 
 
+def is_not_here(reason: str) -> bool:
+    """Return whether a reason against a backend is that this machine, or the device of a call, lacks it."""
+    return reason.startswith(("it runs on ", "it does not run on ", "it is not used on ")) or (
+        reason == fa4_package.why_unusable()
+    )
+
+
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda or call.pages is not None:
         return list(BACKENDS.values())
-    own = "decode" if _is_decoding(call) else "dense" if _is_small(call) else None
+    own = "decode" if _is_decoding(call) else "short" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
-    slow: list[str] = ["decode", "dense"]
+    slow: list[str] = ["decode", "short"]
     if fa4_package.refuses_package(call) is None:
         window = call.mask.window
         flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
-        # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
-        # which are 1.5 of flash's (forward and backward pass, H200). In blocks for larger heads flash takes 0.5 of
-        # triton's time even where most blocks are partial (documents of 600 tokens, H100).
-        pays_for_partial = call.needs_grad and flash.block_size(call.q.shape[3], call.q.device) is None
+        # Where a tensor is read at every pair, a partial block costs flex_flash 3.2 full blocks, and flex 1.4 of its
+        # own, which are 1.5 of flex_flash's (forward and backward pass, H200). In blocks for larger heads flex_flash
+        # takes 0.5 of flex's time even where most blocks are partial (documents of 600 tokens, H100).
+        pays_for_partial = call.needs_grad and flex_flash.block_size(call.q.shape[3], call.q.device) is None
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial())):
-            slow.append("flash")
+            slow.append("flex_flash")
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow  # before the reference
     return [BACKENDS[name] for name in names]
@@ -139,7 +163,7 @@ def _is_decoding(call: Call) -> bool:
 
 def _is_small(call: Call) -> bool:
     """Return whether a call on a GPU is so small that the host's time decides."""
-    return _flop_of_all_pairs(call) <= _DENSE_MAX_FLOP and dense.refuses(call) is None
+    return _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP and short.refuses(call) is None
 
 
 def _flop_of_all_pairs(call: Call) -> int:

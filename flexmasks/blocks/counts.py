@@ -65,7 +65,7 @@ def visible_in_blocks(
         yield visible if repeat_last_query else visible & (q < q_len)[:, :, None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Blocks:
     """Counts of a mask's blocks, as `Mask.blocks` returns them.
 
@@ -203,6 +203,11 @@ class Blocks:
         if self.not_understood:
             lines.append(f"not understood by ranges: {', '.join(self.not_understood)}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        height, width = self._block_size
+        counts = f"{self.total} of {height} x {width}, {self.empty} empty, {self.partial} partial, {self.full} full"
+        return f"Blocks({counts}; {self.sparsity:.1%} of the pairs skipped)"
 
     @property
     def _block_size(self) -> tuple[int, int]:

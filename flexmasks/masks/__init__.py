@@ -1,7 +1,21 @@
-"""The masks: importing this package imports and registers every one."""
+"""The masks: importing this package imports and registers every one.
+
+Each name is a function that makes the mask: `sliding_window(window=1024)` is `get_mask("sliding_window", window=1024)`.
+"""
 
 import importlib
 import pkgutil
 
+from flexmasks.masks.packed import packed as _packed
+from flexmasks.masks.paged import paged as _paged
+from flexmasks.spec.constructors import constructors as _constructors
+
 for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
     importlib.import_module(_module.name)
+_made = _constructors("mask", packed=_packed, paged=_paged)
+globals().update(_made)  # in place of the modules of the same names
+__all__ = list(_made)
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if name.startswith("__")) + __all__

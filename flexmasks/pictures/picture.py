@@ -32,8 +32,8 @@ _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score 
 class Picture(ABC):
     """A picture of a mask or a score change.
 
-    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the system is;
-    printed, it is text.
+    `flexmasks.draw` returns it, `flexmasks.show` shows it. In Jupyter it shows itself as SVG, light or dark as the
+    system is; printed, it is text.
 
     Example:
         >>> import flexmasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from html import escape
 from typing import Any
@@ -39,7 +40,8 @@ def draw(
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
 
-    Takes the arguments of `flexmasks.show` except `columns`, and raises the same errors.
+    Takes the arguments of `flexmasks.show` except `columns`, and raises the same errors. The picture has `.svg()`,
+    `.text(columns)`, `.save(path)` and `.plot(ax)`, and Jupyter displays it.
 
     Example:
         >>> import flexmasks
@@ -86,11 +88,11 @@ def show(
     q_offset: int | Ints = 0,
     columns: int | None = None,
     **params: Any,
-) -> Picture:
+) -> None:
     """Show what a mask makes visible, or what a score change adds.
 
     The picture of a mask also shows which blocks kernels skip. In Jupyter the picture is an SVG, elsewhere text. It is
-    drawn from blocks, so a million tokens take seconds.
+    drawn from blocks, so a million tokens take seconds. `flexmasks.draw` returns the picture instead.
 
     Args:
         mask: a mask as in `flexmasks.block_mask`, or a score change as in `flexmasks.attention`: a name (if a mask
@@ -104,16 +106,12 @@ def show(
         columns: width of the text in characters; by default the terminal's, at most 80.
         params: the parameters of the mask or score.
 
-    Returns:
-        The picture: `.svg()`, `.text(columns)`, `.save(path)`, `.plot(ax)`. Sessions that display what a call
-        returns, such as Jupyter and Python's prompt, display it; in a script, `show` prints it.
-
     Raises:
         ValueError, TypeError: an argument is wrong; the message says which.
 
     Example:
         >>> import flexmasks
-        >>> picture = flexmasks.show("sliding_window", 6, window=2)
+        >>> flexmasks.show("sliding_window", 6, window=2)
         █·····
         ██····
         ███···
@@ -127,9 +125,11 @@ def show(
     sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
     picture = draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params)
     picture.columns = None if columns is None else check_columns(columns)
-    if not hasattr(sys, "ps1"):  # a session with a prompt displays the returned picture
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        importlib.import_module("IPython.display").display(picture)
+    else:
         print(picture)
-    return picture
 
 
 def html_of(value: Any) -> str:

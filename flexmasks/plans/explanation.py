@@ -30,9 +30,20 @@ class Explanation:
     plan: str  # how the blocks are found when tensors change
     mask: str  # what the kernel computes the mask from
     blocks: Blocks  # what the mask skips
+    not_here: tuple[str, ...] = ()  # the other backends that this machine, or the device of the call, lacks
+    order: str = ""  # whether order="auto" takes tokens into another order, and into which, or ""
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [("backend", self.backend), *((f"not {name}", reason) for name, reason in self.others.items())]
+        rows = [("backend", self.backend)]
+        rows += [(f"not {name}", reason) for name, reason in self.others.items() if name not in self.not_here]
+        lacking: dict[str, list[str]] = {}
+        for name in self.not_here:
+            lacking.setdefault(self.others[name], []).append(name)
+        if lacking:
+            said = [f"{', '.join(names)} ({reason})" for reason, names in lacking.items()]
+            rows.append(("not here", "; ".join(said)))
+        if self.order:
+            rows.append(("order", self.order))
         rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask)]
         if self.recompiles_on:
             rows.append(("recompiles on", self.recompiles_on))

@@ -51,7 +51,8 @@ def check_visible(call: str, x: Tensor, mask: Any) -> None:
 
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
     """Check that a mask is a tensor, True = hidden. The mask must broadcast to x. Raises TypeError or ValueError."""
-    _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a tensor of booleans or numbers, True or 1 = hidden")
+    expected = "must be a tensor of booleans or numbers, in which True or any number but 0 hides"
+    _check_mask(call, x, mask, _HIDDEN_DTYPES, expected)
 
 
 def _check_scale(call: str, scale: Any) -> None:

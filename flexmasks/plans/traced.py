@@ -23,7 +23,7 @@ from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, Score
 
 # Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
-# padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
+# padding follow each other. Documents of more than 1,400 tokens are faster on flex_flash, shorter ones on flex (H200);
 # if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
 # those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import CHAIN, Definition, advice_on_tensor, define, definition, hint_for, owners_of
+from flexmasks.spec.definitions import (
+    CHAIN,
+    Definition,
+    advice_on_tensor,
+    constructed_by,
+    define,
+    definition,
+    hint_for,
+    owners_of,
+)
 from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
@@ -177,7 +186,7 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
         of_pairs = _of_pairs(kind, value)
         if of_pairs is not None:
             return of_pairs
-    if isinstance(value, bool) or not callable(value):
+    if isinstance(value, bool) or not callable(value) or constructed_by(kind, value):
         got = f"{in_message(value)}{hint_for(kind, value)}"
         raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {got}.")
     return define(kind, value), {}

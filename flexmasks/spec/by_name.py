@@ -62,7 +62,7 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
 
 def _public_name(function: Callable[..., Any]) -> str:
     parts = function.__module__.split(".")
-    is_elsewhere = parts[1:2] in (["integrations"], ["orders"])
+    is_elsewhere = parts[1:2] in (["integrations"], ["orders"]) or parts[1:] in (["masks"], ["scores"])
     return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
 
 

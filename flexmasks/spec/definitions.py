@@ -99,7 +99,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     Raises TypeError if the function does not take `(b, h, q, kv)`, or `(score, b, h, q, kv)`, by position.
     """
     arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
-    if not callable(function) or isinstance(function, type | bool):
+    if not callable(function) or isinstance(function, type | bool) or constructed_by(kind, function):
         got = f"{in_message(function)}{hint_for(kind, function)}"
         raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {got}.")
     if name is None:
@@ -135,7 +135,18 @@ def hint_for(kind: str, value: Any) -> str:
     if isinstance(value, types.ModuleType):
         own = [f"{kind}={n!r}" for n, d in _NAMES[kind].items() if d.function.__module__ == value.__name__]
         return f", a module; write {' or '.join(own) or f'the name of a {kind}, or a function of the module'}"
+    if made := constructed_by(kind, value):
+        needed = ", ".join(f"{p.name}=..." for p in made.parameters.values() if p.required)
+        argument = "" if made.kind == kind else f"{made.kind}="
+        return f", which makes a {made.kind}; write {argument}{made.name}({needed})"
     return ""
+
+
+def constructed_by(kind: str, value: Any) -> Definition | None:
+    """Return the definition whose constructor a value is, one of this kind if there are two, None for other values."""
+    if not isinstance(value, types.FunctionType):
+        return None
+    return CONSTRUCTORS[kind].get(value) or CONSTRUCTORS["score" if kind == "mask" else "mask"].get(value)
 
 
 def advice_on_tensor(kind: str, value: Any) -> str:
@@ -176,6 +187,8 @@ def _as_padding(m: str, value: Any) -> str:
 # --- the table of names ---
 
 _NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
+# The functions of `flexmasks.masks` and `flexmasks.scores`, see `spec/constructors.py`.
+CONSTRUCTORS: dict[str, dict[Callable[..., Any], Definition]] = {"mask": {}, "score": {}}
 
 
 def names(kind: str) -> dict[str, Definition]:
@@ -193,7 +206,7 @@ def definition(kind: str, name: str) -> Definition:
     if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
         raise ValueError(
             f"flexmasks: no mask is named {name!r}; masks are combined as values: "
-            'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
+            "flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids)."
         )
     raise ValueError(f"flexmasks: no {kind} is named {name!r}; {_hint(kind, name)}")
 

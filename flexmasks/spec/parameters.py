@@ -367,6 +367,8 @@ def in_message(value: Any) -> str:
         return "a BlockMask"
     if isinstance(value, types.ModuleType):
         return value.__name__
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("flexmasks."):
+        return f"{value.__module__}.{value.__name__}"
     return shortened(" ".join(describe(value).split()), _LONGEST_SHOWN)
 
 

@@ -20,7 +20,7 @@ from flexmasks.spec.values import Mask, Score
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entry:
     """One row of `list_masks()` or `list_scores()`."""
 
@@ -30,6 +30,9 @@ class Entry:
     source: str  # the paper or library that it comes from, or ""
     peers: str  # its names in other libraries, or ""
     kind: str = "mask"  # or "score"
+
+    def __repr__(self) -> str:
+        return f"Entry({self.kind} {self.signature}: {self.summary})"
 
     def example(self, length: int) -> Mask | Score:
         """Return the mask or score with the parameters of its example for this many queries and keys.

@@ -383,7 +383,8 @@ class Mask(Modifier):
 
     Example:
         >>> import flexmasks
-        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=[0, 0, 1, 1])
+        >>> from flexmasks.masks import causal, document
+        >>> packed = causal() & document(document_ids=[0, 0, 1, 1])
         >>> packed
         causal() & document(document_ids=(0, 0, 1, 1))
     """
@@ -426,7 +427,7 @@ class Mask(Modifier):
 
         Example:
             >>> import flexmasks
-            >>> print(flexmasks.get_mask("sliding_window", window=512).blocks(8192))
+            >>> print(flexmasks.masks.sliding_window(window=512).blocks(8192))
             blocks of 128 x 128: 4096, of which empty 3786, partial 124, full 186; skipped: 92.4%
             looked at element by element: 124
         """

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import private_torch
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import measure_passes
-from flexmasks.backends import fa4_package, flash, flex, forms
+from flexmasks.backends import fa4_package, flex, flex_flash, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.cache import clear_caches
@@ -28,7 +28,7 @@ from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 
 FUNCTION, DATA = "function", "data"  # the forms in which a kernel gets a mask
-_TORCH_NAMES = {"triton": None, "flash": "FLASH", "cpu": None}  # names of backends in kernel_options
+_TORCH_NAMES = {"flex": None, "flex_flash": "FLASH"}  # names of backends in kernel_options
 _DOCUMENT = 600  # mean number of tokens of a document
 _DENSITY = 0.1  # the fraction of a random pattern's blocks that is visible
 _RUNS, _QUICK_RUNS = 7, 2
@@ -166,8 +166,8 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     for form, reason in left_out.items():
         progress(f"{case.name}: {form} on {backend} left out: {reason}")
     outputs = {form: figures.output.detach() for form, figures in measured.items()}
-    if list(outputs) == [DATA] and backend == "flash":  # FLASH may compute what it refuses, and then wrongly
-        outputs["data on triton"] = _attend(call, "triton", DATA)(q, k, v).detach()
+    if list(outputs) == [DATA] and backend == "flex_flash":  # FLASH may compute what it refuses, and then wrongly
+        outputs["data on flex"] = _attend(call, "flex", DATA)(q, k, v).detach()
     difference = _difference(outputs, dtype)
     rows: list[Row] = []
     for form, figures in measured.items():
@@ -180,8 +180,8 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
 
 def _refused(call: Call, backend: str) -> dict[str, str | None]:
     """Return why a backend may compute a form wrongly, or not at all, by form."""
-    if backend == "flash":
-        return {FUNCTION: flash.refuses(call), DATA: fa4_package.refuses_package(call)}
+    if backend == "flex_flash":
+        return {FUNCTION: flex_flash.refuses(call), DATA: fa4_package.refuses_package(call)}
     return {FUNCTION: forms.why_inexact(call)}
 
 
@@ -216,9 +216,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     """Return what to measure, by descriptions."""
     is_cuda = device.type == "cuda"
     scale = _QUICK if quick else _GPU if is_cuda else _CPU
-    backends = (
-        [name for name in ("triton", "flash") if name != "flash" or fa4_package.is_installed()] if is_cuda else ["cpu"]
-    )
+    backends = ["flex", "flex_flash"] if is_cuda and fa4_package.is_installed() else ["flex"]
     return {
         f"{case.name}, {case.length} tokens, {backend}": functools.partial(
             _rows, case, backend, scale, device, _QUICK_RUNS if quick else _RUNS

@@ -28,11 +28,11 @@ _CASES = ("causal", "sliding_window & a lambda", "softcap", "documents")
 # Backends, and the cases that each can run.
 _WITHOUT_CAP = ("causal", "sliding_window & a lambda", "documents")
 _ON_GPU = {
-    "sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "dense": _WITHOUT_CAP,
-    "triton": _CASES, "flash": _CASES,
+    "sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "short": _WITHOUT_CAP,
+    "flex": _CASES, "flex_flash": _CASES,
 }  # fmt: skip
-_LENGTH_ON_GPU, _SHORT = 4096, {"dense": 1024}  # numbers of tokens; the second ones are of backends for few
-_ON_CPU = {"dense": _WITHOUT_CAP, "cpu": _CASES, "reference": _CASES}
+_LENGTH_ON_GPU, _SHORT = 4096, {"short": 1024}  # numbers of tokens; the second ones are of backends for few
+_ON_CPU = {"short": _WITHOUT_CAP, "flex": _CASES, "reference": _CASES}
 # Environment variables that name folders of compiled code: of torch, of Triton, and of flash-attn-4's compiler.
 _FOLDERS = (
     "TORCHINDUCTOR_CACHE_DIR",
@@ -71,7 +71,7 @@ def steps(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
 
 
 def _is_there(backend: str) -> bool:
-    return backend not in ("fa4", "flash") or is_installed()
+    return backend not in ("fa4", "flex_flash") or is_installed()
 
 
 def _call_rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:

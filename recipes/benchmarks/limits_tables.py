@@ -26,7 +26,7 @@ _SOFT_CAP_AT_MOST = {"64": 1.25, "128": 1.15}
 _FLASH_AT_LEAST, _OTHERS_AT_LEAST = 1.3, 1.0
 _WARM_AT_MOST = 1.5
 _BLOCKS_AT_MOST, _STRIDED_AT_MOST, _LINE_AT_LEAST = 1.25, 1.15, 12.0
-_FLASH_BACKENDS = ("fa4", "flash")
+_FLASH_BACKENDS = ("fa4", "flex_flash")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -138,7 +138,7 @@ def _head_sizes_table(cases: list[_ByWho]) -> str:
         rows.append([*cells, _ms(flex), f"{forward:.2f} x", f"{total:.2f} x"])
     about = "The last columns say how many times as long compiled `flex_attention` takes as flexmasks."
     if gains[True]:
-        about += f" Target on fa4 and flash: {_at_least(gains[True], _FLASH_AT_LEAST)}"
+        about += f" Target on fa4 and flex_flash: {_at_least(gains[True], _FLASH_AT_LEAST)}"
     if gains[False]:
         about += f" Target on other backends: {_at_least(gains[False], _OTHERS_AT_LEAST)}"
     return f"{about}\n\n{github_table(rows, header)}"

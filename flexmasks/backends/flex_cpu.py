@@ -1,4 +1,4 @@
-"""Backend "cpu": torch's compiled flex_attention on a CPU, which has neither gradients nor lse."""
+"""Backend "flex" on a CPU: torch's compiled flex_attention, which has neither gradients nor lse there."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import flex
-from flexmasks.backends.call import HALF_DTYPES, Call, Result
+from flexmasks.backends.call import HALF_DTYPES, Call
 
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
     if call.q.device.type != "cpu":
-        return "it runs on the CPU only"
+        return "it runs on CUDA and on CPUs only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.k.dtype != call.q.dtype:
+        return "torch's compiled flex_attention takes one dtype on the CPU"
     if call.needs_grad:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
@@ -35,13 +37,3 @@ def _reads_symbolic_sizes(call: Call) -> bool:
     if all(map(compat.has_static_value, (*call.q.shape, *call.k.shape))):
         return False
     return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
-
-
-def run(call: Call) -> Result:
-    """Run the call; raise Unavailable if it cannot be compiled."""
-    return flex.run(call)
-
-
-def compiles(call: Call) -> str:
-    """Say whether the call would compile."""
-    return flex.compiles(call)

@@ -1,4 +1,4 @@
-"""Backend "flash": torch's compiled flex_attention on CUDA, with kernels of FlashAttention 4."""
+"""Backend "flex_flash": torch's compiled flex_attention on CUDA, with kernels of FlashAttention 4."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from flexmasks.plans.whole import Added
 
 
 @dataclass(frozen=True)
-class DenseCall(Replay):
+class ShortCall(Replay):
     """Base of calls without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
@@ -68,7 +68,7 @@ class _Attend(compat.SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, call: ShortCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse = call.forward(q, k, v)
         ctx.call = call
         ctx.set_materialize_grads(False)

@@ -1,17 +1,15 @@
-"""Backend "triton": torch's compiled flex_attention on CUDA, with kernels in Triton."""
+"""Backend "flex" on CUDA: torch's compiled flex_attention, with kernels in Triton."""
 
 from __future__ import annotations
 
 import torch
 
 from flexmasks.backends import flex
-from flexmasks.backends.call import HALF_DTYPES, Call, Result
+from flexmasks.backends.call import HALF_DTYPES, Call
 
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    if not call.is_cuda:
-        return "it runs on CUDA only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
     if call.k.dtype != call.q.dtype and call.needs_grad:
@@ -22,13 +20,3 @@ def refuses(call: Call) -> str | None:
 def adds_in_any_order(call: Call) -> str | None:
     """Return what the kernel adds in changing order, or None."""
     return "the gradients of tensors that the score or mask reads, by atomic operations," if call.learns else None
-
-
-def run(call: Call) -> Result:
-    """Run the call; raise Unavailable if it cannot be compiled."""
-    return flex.run(call)
-
-
-def compiles(call: Call) -> str:
-    """Say whether the call would compile."""
-    return flex.compiles(call)

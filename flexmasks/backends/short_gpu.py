@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
-from flexmasks.backends.dense_call import DenseCall
+from flexmasks.backends.short_call import ShortCall
 from flexmasks.kernels.direct import is_plain
 from flexmasks.kernels.whole_mask import Line, WholeMask
 from flexmasks.plans.mask_plan import MaskPlan
@@ -49,17 +49,17 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class GpuDense(DenseCall):
+class GpuShort(ShortCall):
     """A call on a GPU without q, k and v."""
 
     spans: tuple[Tensor, Tensor]  # of the mask's tiles, see `kernels.whole_mask`
     line: Line | None  # that the bias is, whatever tensors hold
     kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
-    key = "dense"  # of its kernels
+    key = "short"  # of its kernels
     reads = "spanned", "added"
 
     @classmethod
-    def of(cls, call: Call) -> GpuDense:
+    def of(cls, call: Call) -> GpuShort:
         spanned = cast(MaskPlan, call.mask).spanned
         bias, line = None, None
         if call.score is not None:
@@ -80,7 +80,7 @@ class GpuDense(DenseCall):
         vars(template).update(visible=None, bias=None, spans=None)
         vars(template).pop("mask", None)
 
-        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDense:
+        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuShort:
             visible, *spans = read[:3]
             call = copy.copy(template)
             vars(call).update(visible=visible, spans=tuple(spans), bias=Added(*read[3:]) if has_bias else None)

@@ -1,4 +1,4 @@
-"""Backend "dense": short sequences, with the whole mask as a tensor.
+"""Backend "short": short sequences, with the whole mask as a tensor.
 
 No list of blocks is made, and nothing is compiled for a mask. A mask of a thousand queries is small, and one call of a
 kernel is faster than many steps, even if it computes some of what is hidden.
@@ -7,7 +7,7 @@ kernel is faster than many steps, even if it computes some of what is hidden.
 from __future__ import annotations
 
 from flexmasks import compat
-from flexmasks.backends import dense_cpu, dense_gpu
+from flexmasks.backends import short_cpu, short_gpu
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Result, proven, transformed
 
@@ -25,7 +25,7 @@ def refuses(call: Call) -> str | None:
         return "it takes a mask, not blocks"
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
-    reason = dense_gpu.refuses(call) if device in _ON_GPU else dense_cpu.refuses(call)
+    reason = short_gpu.refuses(call) if device in _ON_GPU else short_cpu.refuses(call)
     if reason is not None:
         return reason
     if compat.transforms_active() or transformed():
@@ -40,6 +40,6 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> Result:
     """Run the call."""
     if call.q.device.type in _ON_GPU:
-        return proven(call, dense_gpu.GpuDense.of(call))
-    replay = dense_cpu.CpuDense.of(call)
+        return proven(call, short_gpu.GpuShort.of(call))
+    replay = short_cpu.CpuShort.of(call)
     return Result(*replay(call.q, call.k, call.v), replay)

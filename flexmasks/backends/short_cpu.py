@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call
-from flexmasks.backends.dense_call import DenseCall
+from flexmasks.backends.short_call import ShortCall
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 
@@ -40,7 +40,7 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class CpuDense(DenseCall):
+class CpuShort(ShortCall):
     """A call on a CPU without q, k and v."""
 
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
@@ -48,7 +48,7 @@ class CpuDense(DenseCall):
     shows: bool  # whether torch's kernel shows all of `added`
 
     @classmethod
-    def of(cls, call: Call) -> CpuDense:
+    def of(cls, call: Call) -> CpuShort:
         visible = cast(MaskPlan, call.mask).whole.visible
         bias = None if call.score is None else cast(ScorePlan, call.score).added
         numbers = torch.zeros(()) if bias is None else bias.product()
@@ -72,7 +72,7 @@ class CpuDense(DenseCall):
         return sum(x.nbytes for x in (self.visible, self.bias, self.added, self.hidden_rows) if x is not None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return output and lse, see `DenseCall.forward`.
+        """Return output and lse, see `ShortCall.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
         """
