@@ -25,6 +25,7 @@ import torch._inductor.codecache
 from hypothesis import settings
 
 import flexmasks
+from flexmasks.backends import dense_cpu
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
@@ -39,6 +40,11 @@ _LONGEST = "test_four_processes", "test_by_the_interpreter", "test_kernel_by_the
 
 class _EveryTest:
     """Fixtures of all tests; fixtures of a conftest.py would not reach the examples in docstrings of the package."""
+
+    @pytest.fixture(autouse=True)
+    def _compiled_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compile small calls on a CPU at once, which tests of kernels mean; tests of small calls set the threshold."""
+        monkeypatch.setattr(dense_cpu, "WORK_BEFORE_COMPILING", 0)
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import cpu, decode, dense, fa4, fa4_package, flash, flex, forms, reference, sdpa, triton
+from flexmasks.backends import (
+    cpu,
+    decode,
+    dense,
+    dense_cpu,
+    fa4,
+    fa4_package,
+    flash,
+    flex,
+    forms,
+    reference,
+    sdpa,
+    triton,
+)
 from flexmasks.backends.call import (
     OUTCOMES,
     Call,
@@ -74,7 +87,7 @@ BACKENDS = {
             "triton", triton.refuses, triton.run, triton.adds_in_any_order, triton.compiles, _FLEX_RECOMPILES_ON,
             flex.why_data,
         ),
-        Backend("dense", dense.refuses, dense.run),
+        Backend("dense", dense.refuses, dense.run, compiles=dense.compiles),
         Backend(
             "cpu", cpu.refuses, cpu.run, compiles=cpu.compiles, recompiles_on=_FLEX_RECOMPILES_ON,
             why_data=flex.why_data,
@@ -108,7 +121,10 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda or call.pages is not None:
-        return list(BACKENDS.values())
+        names = list(BACKENDS)
+        if not (call.needs_grad or call.is_traced) and dense_cpu.uncompiled(call).is_spent:
+            names[-3:-1] = ["cpu", "dense"]
+        return [BACKENDS[name] for name in names]
     own = "decode" if _is_decoding(call) else "dense" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]
