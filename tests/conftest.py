@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -26,6 +27,7 @@ from hypothesis import settings
 
 import flexmasks
 from flexmasks.backends import dense_cpu
+from flexmasks.backends.call import Call
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
@@ -43,8 +45,14 @@ class _EveryTest:
 
     @pytest.fixture(autouse=True)
     def _compiled_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Compile small calls on a CPU at once, which tests of kernels mean; tests of small calls set the threshold."""
-        monkeypatch.setattr(dense_cpu, "WORK_BEFORE_COMPILING", 0)
+        """Compile small calls on a CPU at once, as tests of compiled kernels mean; `test_small_calls.py` undoes it."""
+        refuses = dense_cpu.refuses
+
+        @functools.wraps(refuses)
+        def refuses_without_gradients(call: Call) -> str | None:
+            return refuses(call) if call.needs_grad else "in tests it is for calls that need gradients"
+
+        monkeypatch.setattr(dense_cpu, "refuses", refuses_without_gradients)
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
