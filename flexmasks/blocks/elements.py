@@ -127,7 +127,7 @@ class Elements:
     """
 
     def __init__(self, mask_mod: MaskMod, device: torch.device, widest: int = 1, work: Work | None = None) -> None:
-        self.mask_mod, self.device, self._widest = mask_mod, device, widest
+        self.mask_mod, self.device, self.widest = mask_mod, device, widest
         self.work = Work() if work is None else work
         self.known_bounds: KnownBounds = {}
         self._ranges_give_elements = True
@@ -138,7 +138,7 @@ class Elements:
 
     def blocks_at_once(self, elements: int) -> int:
         blocks = limits.elements_at_once(self.device) // elements
-        blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self._widest)
+        blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self.widest)
         return max(1, min(blocks, blocks_if_wide))
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Elements:
             indices = (x.clone().to(self.device) for x in (b, h, q, kv))  # the function may change them in place
             with _IndexingByNumbers() as mode:
                 visible = boolean(self._vmapped(*indices), 3).to(b.device)
-            self.work.done += mode.operations * visible.numel() * self._widest
+            self.work.done += mode.operations * visible.numel() * self.widest
         return visible
 
     def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:

@@ -88,7 +88,8 @@ def _look_at_all_blocks(
     """
     batch, heads, *shape = is_open.shape
     b, h = (torch.arange(n, device=is_open.device).double() for n in (batch, heads))
-    at_once = max(1, elements.blocks_at_once(1) // (batch * heads * shape[1]))
+    at_once = min(limits.blocks_at_once(is_open.device), limits.WIDE_ELEMENTS_AT_ONCE // elements.widest)
+    at_once = max(1, at_once // (batch * heads * shape[1]))
     for strip in torch.arange(shape[0], device=is_open.device).split(at_once):
         chosen = slice(int(strip[0]), int(strip[-1]) + 1)
         still, some, every = (x[:, :, chosen] for x in (is_open, any_visible, all_visible))
