@@ -112,8 +112,9 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
     else:
         mask = get_mask("full") if mask is None else mask
         mask_plan = MaskPlan(
-            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True
-        )
+            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True,
+            exact=False,
+        )  # fmt: skip
     score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
     plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
     learns = learns_any(t for plan in plans for t in plan.tensors)

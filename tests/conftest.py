@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -25,6 +26,8 @@ import torch._inductor.codecache
 from hypothesis import settings
 
 import flexmasks
+from flexmasks.backends import short_cpu
+from flexmasks.backends.call import Call
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
@@ -39,6 +42,17 @@ _LONGEST = "test_four_processes", "test_by_the_interpreter", "test_kernel_by_the
 
 class _EveryTest:
     """Fixtures of all tests; fixtures of a conftest.py would not reach the examples in docstrings of the package."""
+
+    @pytest.fixture(autouse=True)
+    def _compiled_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compile small calls on a CPU at once, as tests of compiled kernels mean; `test_small_calls.py` undoes it."""
+        refuses = short_cpu.refuses
+
+        @functools.wraps(refuses)
+        def refuses_without_gradients(call: Call) -> str | None:
+            return refuses(call) if call.needs_grad else "in tests it is for calls that need gradients"
+
+        monkeypatch.setattr(short_cpu, "refuses", refuses_without_gradients)
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

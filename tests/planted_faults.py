@@ -86,9 +86,9 @@ FAULTS: list[Fault] = [
     Fault("blocks/decide.py", "decided.certain.shape[0], decided.certain.shape[1]", "decided.certain.shape[0], 1"),
     Fault("blocks/build.py", "    if columns.length % columns.block_size:\n        full[..., -1] = False\n", ""),
     Fault(
-        "blocks/build.py",
-        "any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))",
-        "any_visible = all_visible = certain.clone(memory_format=torch.contiguous_format)",
+        "blocks/undecided.py",
+        "all_visible = decided.possible.clone(memory_format=torch.contiguous_format)",
+        "all_visible = decided.certain.clone(memory_format=torch.contiguous_format)",
     ),
     Fault("blocks/build.py", "(b, h, part, kv), 4))", "(b, h, q[: len(part)], kv), 4))"),
     Fault("blocks/lists.py", "runs.line * rows + matrices * rows * (columns", "runs.line * rows + rows * (columns"),

@@ -620,8 +620,8 @@ def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -
     table = torch.arange(600 * 30).view(600, 30) // 100
     sizes: list[int] = []
 
-    def spy(*args: Any) -> Any:
-        evaluated = evaluate(*args)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        evaluated = evaluate(*args, **kwargs)
         sizes.append(evaluated.widest * evaluated.truth.hi.numel())
         return evaluated
 

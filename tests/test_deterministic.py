@@ -31,7 +31,9 @@ def deterministic() -> Iterator[Callable[..., None]]:
 
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, "pages": None, "is_cuda": True, **given})
+    return SimpleNamespace(
+        **{"q": q, "k": q, "learns": False, "needs_grad": True, "pages": None, "is_cuda": True, **given}
+    )
 
 
 @pytest.mark.parametrize(

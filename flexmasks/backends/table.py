@@ -25,6 +25,7 @@ from flexmasks.backends import (
     reference,
     sdpa,
     short,
+    short_cpu,
 )
 from flexmasks.backends.call import (
     OUTCOMES,
@@ -95,7 +96,7 @@ BACKENDS = {
             "flex", _flex_refuses, flex.run, _flex_adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
             reads_any_dtype=True,
         ),
-        Backend("short", short.refuses, short.run),
+        Backend("short", short.refuses, short.run, compiles=short.compiles),
         Backend("reference", reference.refuses, reference.run, reads_any_dtype=True),
     )
 }  # fmt: skip
@@ -133,7 +134,10 @@ def is_not_here(reason: str) -> bool:
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda or call.pages is not None:
-        return list(BACKENDS.values())
+        names = list(BACKENDS)
+        if not (call.is_traced or short_cpu.uncompiled(call).is_spent):
+            names[-3:-1] = ["short", "flex"]
+        return [BACKENDS[name] for name in names]
     own = "decode" if _is_decoding(call) else "short" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]

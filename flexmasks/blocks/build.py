@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
-from flexmasks.blocks.decide import Axis, Decided, decide, dependence
+from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.blocks.lists import flat_nonzero, index_lists, narrow_index_lists
 from flexmasks.blocks.undecided import look_at
+from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
 from flexmasks.kernels.index_lists import plain_index_lists
@@ -34,6 +35,8 @@ class Layout:
     undecided: int | None  # number of blocks looked at element by element, None for bounds
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
     bits: Bits | None = None  # bits of the partial blocks, if they were asked for and are few
+    unknown: int = 0  # number of partial blocks that may be empty or full, because they were not looked at
+    unknown_pairs: int = 0  # in them
 
     def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
         lengths: Any = (self.q_len, self.kv_len)
@@ -50,12 +53,14 @@ def build(
     block_size: tuple[int, int] = (128, 128),
     with_bits: bool = False,
     may_be_narrow: bool = False,
+    work: Work | None = None,
 ) -> Layout:
     """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
 
     with_bits: whether undecided blocks are evaluated whole, and their bits kept; `bits.can_be_bits` must hold.
     may_be_narrow: whether lists of many blocks may have fewer places than there are blocks, where torch's kernels take
         such lists: on a GPU, from torch 2.14 on.
+    work: if it is limited, blocks that are unknown when it is spent count as partial.
 
     Raises MemoryError if there are too many blocks.
     """
@@ -64,46 +69,71 @@ def build(
     if batch * heads * rows.count * columns.count > limits.BLOCKS_AT_ONCE:
         batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
         limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device, has_wide_lists=not may_be_narrow)
-    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
+    work = Work.exact() if work is None else work
+    decided = decide_within(work, mask_mod, batch, heads, q_len, kv_len, device, block_size)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
     is_narrow = may_be_narrow and 4 * math.prod(shape) > limits.ENTRIES_OF_WIDE_LISTS
     limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device, has_wide_lists=not is_narrow)
     if math.prod(shape) > 4 * limits.BLOCKS_ON_CPU:
         decided = decided._replace(certain=decided.certain.to(device), possible=decided.possible.to(device))
     ones = None
-    if not is_narrow:  # a GPU fills the ones while the host prepares the next operations
+    if not is_narrow and decided.certain.is_cuda:  # filled while the host prepares the next operations
         ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
-    elements = Elements(mask_mod, device, decided.widest)
-    partial_and_full, undecided, bits = _partial_and_full(decided, elements, rows, columns, with_bits)
-    not_understood = decided.not_understood
+    elements = Elements(mask_mod, device, decided.widest, work)
+    found = _find(decided, elements, rows, columns, with_bits)
+    not_understood, marked = decided.not_understood, found.partial_and_full
     del decided  # frees its memory before the lists are made
-    lists = narrow_index_lists(partial_and_full) if ones is None else index_lists(partial_and_full, ones)
+    lists = narrow_index_lists(marked) if is_narrow else index_lists(marked, ones)
     indices = tuple(t.to(device) for t in lists)
-    return Layout(q_len, kv_len, block_size, indices, undecided, not_understood, bits)
+    return Layout(
+        q_len,
+        kv_len,
+        block_size,
+        indices,
+        found.undecided,
+        not_understood,
+        found.bits,
+        found.unknown,
+        found.unknown_pairs,
+    )
 
 
-def _partial_and_full(
-    decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_bits: bool
-) -> tuple[Tensor, int, Bits | None]:
-    """Which blocks are partial and which are full, bool [2, B, H, rows, columns], the number of blocks that were looked
-    at element by element, and their bits.
-    """
+class _Found(NamedTuple):
+    partial_and_full: Tensor  # which blocks are partial and which are full, bool [2, B, H, rows, columns]
+    undecided: int  # number of blocks that ranges did not decide
+    bits: Bits | None  # of the partial blocks
+    unknown: int  # number of partial blocks that may be empty or full
+    unknown_pairs: int  # in them
+
+
+def _find(decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_bits: bool) -> _Found:
     compact = decided.certain.shape
-    undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
-    words = None
-    if with_bits and are_few(len(undecided), (rows.block_size, columns.block_size)):
+    count = int((decided.possible ^ decided.certain).count_nonzero())
+    words: Tensor | None = None
+    undecided = torch.zeros(0, dtype=torch.int64)
+    if with_bits and are_few(count, (rows.block_size, columns.block_size)):
+        undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
         words = words_of(elements, coordinates_of(undecided, compact).to(elements.device), rows, columns)
-    any_visible, all_visible = _resolved(decided, undecided, words, elements, rows, columns)
+        any_visible, all_visible = (decided.certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        seen = torch.stack(visible_in_words(words)).to(any_visible.device)
+        any_visible.view(-1)[undecided], all_visible.view(-1)[undecided] = seen
+    else:
+        any_visible, all_visible = look_at(elements, decided, rows, columns) if count else (decided.certain,) * 2
     shape = (2, *compact[:2], rows.count, columns.count)
     partial, full = partial_and_full = torch.empty(shape, dtype=torch.bool, device=decided.certain.device)
-    full.copy_(all_visible)
+    full.copy_(any_visible & all_visible)
     if rows.length % rows.block_size:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
         full[..., -1, :] = False
     if columns.length % columns.block_size:
         full[..., -1] = False
-    torch.bitwise_xor(any_visible.expand(full.shape), full, out=partial)
+    torch.bitwise_xor((any_visible | all_visible).expand(full.shape), full, out=partial)
     bits = None if words is None else bits_of_partial(partial, undecided, compact, words, rows, columns)
-    return partial_and_full, len(undecided), bits
+    if words is not None or not elements.work.is_spent:
+        return _Found(partial_and_full, count, bits, 0, 0)
+    unknown = (all_visible & ~any_visible).expand(full.shape)
+    heights, widths = rows.sizes(), columns.sizes()
+    unknown_pairs = int((unknown.double() @ widths.to(unknown.device) @ heights.to(unknown.device)).sum())
+    return _Found(partial_and_full, count, bits, int(unknown.sum()), unknown_pairs)
 
 
 def bounds(
@@ -150,30 +180,8 @@ def any_visible(
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
-    undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
-    elements = Elements(mask_mod, device, decided.widest)
-    visible = _resolved(decided, undecided, None, elements, rows, columns)[0]
+    visible = look_at(Elements(mask_mod, device, decided.widest), decided, rows, columns)[0]
     return visible.expand(*visible.shape[:2], rows.count, columns.count)
-
-
-def _resolved(
-    decided: Decided, undecided: Tensor, words: Tensor | None, elements: Elements, rows: Axis, columns: Axis
-) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether all pairs of each block are visible. `undecided` are flat places, and `words` their bits
-    if they were evaluated whole.
-    """
-    certain = decided.certain
-    if not len(undecided):
-        return certain, certain
-    any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
-    if words is not None:
-        seen = torch.stack(visible_in_words(words)).to(certain.device)
-        any_visible.view(-1)[undecided], all_visible.view(-1)[undecided] = seen
-        return any_visible, all_visible
-    for places in undecided.split(limits.elements_at_once(certain.device) // 2):
-        blocks = coordinates_of(places, certain.shape)
-        any_visible.view(-1)[places], all_visible.view(-1)[places] = look_at(elements, blocks, rows, columns)
-    return any_visible, all_visible
 
 
 def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +66,29 @@ def visible_in_blocks(
         yield visible if repeat_last_query else visible & (q < q_len)[:, :, None]
 
 
+class Bounds(NamedTuple):
+    """The least and the greatest number that each count or share of a mask's blocks may have, equal if it is known.
+
+    Counts and shares are as in `Blocks`. `visible` is the share of visible pairs: those in full blocks are visible, and
+    of those in partial blocks any number.
+    """
+
+    empty: tuple[int, int]
+    partial: tuple[int, int]
+    full: tuple[int, int]
+    sparsity: tuple[float, float]
+    visible: tuple[float, float]
+
+
 @dataclass(frozen=True, repr=False)
 class Blocks:
     """Counts of a mask's blocks, as `Mask.blocks` returns them.
 
     Counts and shares are over the batch and heads that the mask depends on. Shares count existing pairs of a query and
     a key: where the edge cuts a block, only its pairs inside the edge count.
+
+    They are exact if `unknown` is 0. Otherwise they are those of the BlockMask, where unknown blocks are partial, and
+    `bounds` says what they are at least and at most.
 
     Example:
         >>> import flexmasks
@@ -86,6 +104,8 @@ class Blocks:
     block_mask: compat.BlockMask  # for `attention`, or torch's flex_attention
     undecided: int | None = None  # number of blocks looked at element by element, None if it is not known
     not_understood: tuple[str, ...] = ()  # names of operations that ranges do not know, or why they gave up
+    unknown: int = 0  # number of partial blocks that may be empty or full: they were not looked at to the end
+    unknown_pairs: int = 0  # pairs in them
 
     @property
     def total(self) -> int:
@@ -106,11 +126,27 @@ class Blocks:
         """The number of blocks without visible pairs, which kernels skip."""
         return self.total - self.partial - self.full
 
+    @property
+    def bounds(self) -> Bounds:
+        """What each count and share is at least and at most."""
+        empty, _, full = self.shares
+        unknown = self.unknown_pairs / self._all_pairs
+        return Bounds(
+            empty=(self.empty, self.empty + self.unknown),
+            partial=(self.partial - self.unknown, self.partial),
+            full=(self.full, self.full + self.unknown),
+            sparsity=(empty, min(1.0, empty + unknown)),
+            visible=(full, 1 - empty),
+        )
+
+    @property
+    def _all_pairs(self) -> int:
+        return self._partial[0][..., 0].numel() * self._lengths[0] * self._lengths[1]
+
     @functools.cached_property
     def shares(self) -> tuple[float, float, float]:
         """The shares of all pairs in empty, partial and full blocks, from 0 to 1."""
-        all_pairs = self._partial[0][..., 0].numel() * self._lengths[0] * self._lengths[1]
-        partial, full = self.partial_pairs / all_pairs, self.full_pairs / all_pairs
+        partial, full = self.partial_pairs / self._all_pairs, self.full_pairs / self._all_pairs
         return max(0.0, 1 - partial - full), partial, full
 
     @property
@@ -194,11 +230,16 @@ class Blocks:
 
     def __str__(self) -> str:
         rows, columns = self._block_size
+        bounds = self.bounds
+        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
+        skipped = _interval(bounds.sparsity, "{:.1%}".format)
         lines = [
-            f"blocks of {rows} x {columns}: {self.total}, of which empty {self.empty}, partial {self.partial}, "
-            f"full {self.full}; skipped: {self.sparsity:.1%}"
+            f"blocks of {rows} x {columns}: {self.total}, of which empty {empty}, partial {partial}, full {full}; "
+            f"skipped: {skipped}"
         ]
-        if self.undecided is not None:
+        if self.unknown:
+            lines.append(f"unknown: {self.unknown}, which count as partial; Mask.blocks(..., exact=True) looks at them")
+        elif self.undecided is not None:
             lines.append(f"looked at element by element: {self.undecided}")
         if self.not_understood:
             lines.append(f"not understood by ranges: {', '.join(self.not_understood)}")
@@ -206,8 +247,11 @@ class Blocks:
 
     def __repr__(self) -> str:
         height, width = self._block_size
-        counts = f"{self.total} of {height} x {width}, {self.empty} empty, {self.partial} partial, {self.full} full"
-        return f"Blocks({counts}; {self.sparsity:.1%} of the pairs skipped)"
+        bounds = self.bounds
+        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
+        skipped = _interval(bounds.sparsity, "{:.1%}".format)
+        counts = f"{self.total} of {height} x {width}, {empty} empty, {partial} partial, {full} full"
+        return f"Blocks({counts}; {skipped} of the pairs skipped)"
 
     @property
     def _block_size(self) -> tuple[int, int]:
@@ -227,6 +271,11 @@ class Blocks:
         if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
             return torch.zeros_like(block_mask.kv_num_blocks), block_mask.kv_indices
         return block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+
+
+def _interval(ends: tuple[Any, Any], text: Callable[[Any], str]) -> str:
+    low, high = map(text, ends)
+    return low if ends[0] == ends[1] else f"{low} to {high}"
 
 
 def _is_without_gaps(counts: Tensor, indices: Tensor) -> bool:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
+from flexmasks.blocks.work import Work
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape
 
 _CPU = torch.device("cpu")
+_GROUP = 8  # blocks of a group along each axis
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Axis:
     @property
     def count(self) -> int:
         return -(-(self.length - self.first) // self.block_size)
+
+    def sizes(self) -> Tensor:
+        """The numbers of positions in the blocks, float64."""
+        first = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64)
+        return (self.length - first).clamp(max=self.block_size)
 
     def blocks(self, start: int, count: int) -> Axis:
         """The axis of the blocks start..start + count - 1."""
@@ -53,6 +60,7 @@ class Decided(NamedTuple):
     possible: Tensor  # whether any pair of a block is possibly visible
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
     widest: int  # elements of the largest tensor that the function saw
+    computed: int = 0  # numbers in the results of the function's operations
 
 
 def decide(
@@ -84,6 +92,34 @@ def decide(
         return _decide_in_slices(mask_mod, sizes, rows, columns, device, device)
 
 
+def decide_within(
+    work: Work,
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> Decided:
+    """What `decide` returns. Of many blocks whose decision would take too much work, groups are decided."""
+    (height, width), lengths = block_size, (q_len, kv_len)
+    rows, columns = Axis(q_len, height), Axis(kv_len, width)
+    if work.limit < math.inf:
+        groups = decide(mask_mod, batch, heads, *lengths, device, (_GROUP * height, _GROUP * width))
+        if groups.computed * _GROUP**2 > limits.WORK_OF_DECIDING:
+            certain, possible = (_of_members(x, rows.count, columns.count) for x in (groups.certain, groups.possible))
+            return groups._replace(certain=certain, possible=possible)
+    return decide(mask_mod, batch, heads, *lengths, device, block_size)
+
+
+def _of_members(groups: Tensor, rows: int, columns: int) -> Tensor:
+    for dim, n in ((2, rows), (3, columns)):
+        if groups.shape[dim] > 1 or n <= _GROUP:  # otherwise the mask does not depend on the index
+            groups = groups.repeat_interleave(_GROUP, dim).narrow(dim, 0, n)
+    return groups
+
+
 def dependence(
     mask_mod: MaskMod, batch: int, heads: int, device: torch.device, reads_values: bool = True
 ) -> tuple[int, int]:
@@ -113,13 +149,14 @@ def _decide_in_slices(
     Raises TooLarge where the function captured a tensor too large to be copied to `compute_device`.
     """
     blocks_of_row = sizes[0] * sizes[1] * columns.count
-    step = max(1, limits.BLOCKS_AT_ONCE // (blocks_of_row * width))
+    at_once = limits.blocks_at_once(compute_device)
+    step = max(1, at_once // (blocks_of_row * width))
     slices: list[Decided] = []
     parts = [rows]  # not by `range`, which would read a symbolic number of rows
     if rows.count > step:
         parts = [rows.blocks(n, min(step, rows.count - n)) for n in range(0, rows.count, step)]
     for part in parts:
-        max_width = max(width, limits.BLOCKS_AT_ONCE // (blocks_of_row * part.count)) if step > 1 else math.inf
+        max_width = max(width, at_once // (blocks_of_row * part.count)) if step > 1 else math.inf
         try:
             decided = _decide_at_once(mask_mod, sizes, part, columns, device, compute_device, max_width, reads_values)
         except TooWide as error:
@@ -134,7 +171,7 @@ def _decide_in_slices(
     if len(slices) == 1:
         return slices[0]
     certain, possible = torch.cat([s.certain for s in slices], 2), torch.cat([s.possible for s in slices], 2)
-    return slices[0]._replace(certain=certain, possible=possible)
+    return slices[0]._replace(certain=certain, possible=possible, computed=sum(s.computed for s in slices))
 
 
 def _decide_at_once(
@@ -153,10 +190,10 @@ def _decide_at_once(
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)
     q, kv = rows.range(2, compute_device), columns.range(3, compute_device)
     try:
-        truth, not_understood, widest = evaluate(mask_mod, *indices, q, kv, device, max_width, reads_values)
+        truth, not_understood, widest, computed = evaluate(mask_mod, *indices, q, kv, device, max_width, reads_values)
     except GiveUp as reason:
         return str(reason)
     shape = broadcast_shape(truth.lo, truth.hi)
     shape = (*(1,) * (4 - len(shape)), *shape)
     certain, possible = (end.to(compute_device).expand(shape) for end in (truth.lo, truth.hi))
-    return Decided(certain, possible, not_understood, widest)
+    return Decided(certain, possible, not_understood, widest, computed)

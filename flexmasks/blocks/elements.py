@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmasks.blocks import limits
+from flexmasks.blocks.work import Work
 from flexmasks.ranges import GiveUp, Range, TooLarge
+from flexmasks.ranges.context import KnownBounds
 from flexmasks.ranges.evaluate import check_boolean, evaluate
 from flexmasks.ranges.value import LIKE_FUNCTIONS
 
@@ -22,9 +24,12 @@ _INDEX_LIMIT = 1 << 31  # above every index
 class _IndexingByNumbers(TorchFunctionMode):
     """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow."""
 
+    operations = 0  # of the function
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.operations += 1
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)
@@ -118,10 +123,13 @@ class Elements:
 
     device: the device that the function sees its indices on.
     widest: elements of the largest tensor that the function sees, as `decide` gives it.
+    work: counts what the function computes.
     """
 
-    def __init__(self, mask_mod: MaskMod, device: torch.device, widest: int = 1) -> None:
-        self.mask_mod, self.device, self._widest = mask_mod, device, widest
+    def __init__(self, mask_mod: MaskMod, device: torch.device, widest: int = 1, work: Work | None = None) -> None:
+        self.mask_mod, self.device, self.widest = mask_mod, device, widest
+        self.work = Work() if work is None else work
+        self.known_bounds: KnownBounds = {}
         self._ranges_give_elements = True
         function: Callable[..., Tensor] = mask_mod
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
@@ -130,7 +138,7 @@ class Elements:
 
     def blocks_at_once(self, elements: int) -> int:
         blocks = limits.elements_at_once(self.device) // elements
-        blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self._widest)
+        blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self.widest)
         return max(1, min(blocks, blocks_if_wide))
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -140,23 +148,30 @@ class Elements:
         if visible is None:
             self._ranges_give_elements = False
             indices = (x.clone().to(self.device) for x in (b, h, q, kv))  # the function may change them in place
-            with _IndexingByNumbers():
+            with _IndexingByNumbers() as mode:
                 visible = boolean(self._vmapped(*indices), 3).to(b.device)
+            self.work.done += mode.operations * visible.numel() * self.widest
         return visible
 
     def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
-        """The elements as ranges give them, None if ranges do not know all of the function's operations."""
         n = len(b)
         shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
-        indices = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
+        visible = self.by_ranges([x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)])
+        return None if visible is None else visible.to(b.device).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
+
+    def by_ranges(self, indices: Sequence[Tensor]) -> Tensor | None:
+        """The elements at float64 indices of four dimensions that broadcast, as ranges give them, None if ranges do not
+        know all of the function's operations.
+        """
         on_b, on_h, on_q, on_kv = (block_indices(x, x) for x in indices)
         try:
-            truth = evaluate(self.mask_mod, on_b, on_h, on_q, on_kv, self.device).truth
+            truth, _, _, computed = evaluate(
+                self.mask_mod, on_b, on_h, on_q, on_kv, self.device, bounds=self.known_bounds
+            )
         except (GiveUp, TooLarge):
             return None
-        if not truth.exact:
-            return None
-        return truth.lo.to(b.device).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
+        self.work.done += computed
+        return truth.lo if truth.exact else None
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:

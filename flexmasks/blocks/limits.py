@@ -11,6 +11,10 @@ import torch
 
 BLOCKS_ON_CPU = 1 << 15  # up to this many blocks are decided on the CPU, which starts operations sooner than a GPU
 BLOCKS_AT_ONCE = 1 << 25  # blocks decided at once
+BLOCKS_AT_ONCE_ON_CPU = 1 << 22  # the same on a CPU: less memory, and no slower
+WORK_OF_DECIDING = 3 << 30  # numbers that a mask's operations compute on ranges in a bounded search: seconds on a CPU
+WORK = 1 << 30  # the same on elements, which takes longer
+PAIRS_WITHOUT_LIMIT = 1 << 32  # over this many pairs, those of 65,536 tokens, a search is never bounded
 ELEMENTS_AT_ONCE_ON_GPU = 1 << 23  # elements of a mask evaluated at once
 ELEMENTS_AT_ONCE_ON_CPU = 1 << 19  # the same on a CPU: elements that fit its cache
 WHOLE_ELEMENTS_AT_ONCE_ON_GPU = 1 << 22  # elements of whole blocks: the host prepares the next ones in the same time
@@ -27,6 +31,10 @@ _ADVICE = (
 _UNCHECKED_BYTES = 1 << 28  # results up to this size are made without asking how much memory is free
 _MEMINFO = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
+
+
+def blocks_at_once(device: torch.device) -> int:
+    return min(BLOCKS_AT_ONCE, BLOCKS_AT_ONCE_ON_CPU) if device.type == "cpu" else BLOCKS_AT_ONCE
 
 
 def elements_at_once(device: torch.device) -> int:

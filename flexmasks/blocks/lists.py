@@ -11,8 +11,10 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from flexmasks import compat
 from flexmasks.blocks import limits
+from flexmasks.kernels.index_lists import plain_lists
 
 _WORDWISE_FROM = 1 << 22  # from this many booleans on, eight are searched at a time
+_MOST_EDGES = 1 << 23  # of runs, of which each takes 100 bytes
 _WIDTHS = 16  # the widths of narrow lists are multiples of this
 _ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multiple of this many elements
 
@@ -90,11 +92,11 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 # --- making ---
 
 
-def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
+def index_lists(partial_and_full: Tensor, ones: Tensor | None = None) -> list[Tensor]:
     """The eight index tensors of a BlockMask.
 
     partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
-    ones: int32 ones, two for each element of `partial_and_full`. They become the lists.
+    ones: int32 ones, two for each element of `partial_and_full`, that become the lists; made here by default.
 
     A line is a row or a column of one matrix of blocks. Its list names the line's marked places in order and behind
     them all other places, as torch has it: 1 2 4 0 3 5 if places 1, 2 and 4 of 6 are marked. Within a run of marked
@@ -103,7 +105,11 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
     """
     rows, columns = partial_and_full.shape[-2:]
     matrices = partial_and_full[..., 0, 0].numel()
+    if not partial_and_full.is_cuda and _number_of_edges(partial_and_full) > _MOST_EDGES:
+        return _lists_by_strips(partial_and_full)
     runs = _runs(partial_and_full)
+    if ones is None:
+        ones = torch.ones(2 * partial_and_full.numel(), dtype=torch.int32, device=partial_and_full.device)
     counts = _counts(runs, matrices * (rows + columns))
     lists = [part.view(-1, n) for part, n in zip(ones.chunk(2), (columns, rows), strict=True)]
     for part in lists:
@@ -118,6 +124,28 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
     for part in lists:
         torch.cumsum(part, 1, dtype=torch.int32, out=part)
     return _index_tensors(partial_and_full, counts, [of_kind for part in lists for of_kind in part.chunk(2)])
+
+
+def _number_of_edges(partial_and_full: Tensor) -> int:
+    if partial_and_full.numel() < _MOST_EDGES:
+        return 0
+    dims = (
+        (x.narrow(d, 1, x.shape[d] - 1), x.narrow(d, 0, x.shape[d] - 1)) for x in partial_and_full for d in (-1, -2)
+    )
+    return sum(int((a ^ b).count_nonzero()) for a, b in dims)
+
+
+def _lists_by_strips(partial_and_full: Tensor) -> list[Tensor]:
+    """The index tensors of masks with so many runs that a list of them would take more memory than the lists."""
+    index_tensors = []
+    for marked in (partial_and_full, partial_and_full.mT):
+        at_once = max(1, limits.BLOCKS_AT_ONCE_ON_CPU // marked[..., 0, :].numel())
+        strips = [plain_lists(strip) for strip in marked.split(at_once, -2)]
+        for n, dim in enumerate((-1, -2, -1, -2)):
+            index_tensors.append(torch.cat([strip[n] for strip in strips], dim))
+            for strip in strips:
+                strip[n] = strip[n][:0]  # frees its memory
+    return index_tensors
 
 
 def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:

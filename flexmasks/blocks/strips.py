@@ -13,6 +13,7 @@ from flexmasks.blocks.build import any_visible, build
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import decide, dependence
 from flexmasks.blocks.elements import MaskMod
+from flexmasks.blocks.work import Work
 
 _BLOCKS_OF_STRIP = 1 << 22  # blocks of a strip, over all keys
 _VISIBLE_OF_STRIP = 1 << 24  # blocks of a strip of `visible_in_strips`, over all keys, one byte each
@@ -30,6 +31,8 @@ class Counts:
     shares: tuple[float, float, float]  # of all pairs in empty, partial and full blocks, from 0 to 1
     hidden: float  # share of the pairs in partial and full blocks that the mask hides, from 0 to 1
     estimated: bool  # whether `hidden` is measured in a part of the partial blocks, evenly spread
+    unknown: int  # number of partial blocks that may be empty or full, because the search was bounded
+    unknown_share: float  # of all pairs, in them
 
 
 def count_in_strips(
@@ -39,8 +42,9 @@ def count_in_strips(
 
     Strips of queries are counted one after the other. Each strip is cut into parts along the keys. Only the parts from
     the first to the last undecided part are looked at. If there are many partial blocks, hidden pairs are counted in
-    some of them, evenly spread.
+    some of them, evenly spread. The search is bounded.
     """
+    work = Work.bounded(q_len * kv_len)
     height, width = block_size
     rows_of_strip = height * max(1, _BLOCKS_OF_STRIP // -(-kv_len // width))
     columns_of_part = width * max(1, rows_of_strip // width)
@@ -52,7 +56,7 @@ def count_in_strips(
         certain[-1] = False
     if kv_len % width:
         certain[:, -1] = False
-    partial = partial_pairs = full_pairs = 0
+    partial = partial_pairs = full_pairs = unknown = unknown_pairs = 0
     hidden_pairs, estimated = 0.0, False
     sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
     for strip in range(shape[0]):
@@ -65,7 +69,10 @@ def count_in_strips(
             start = first * columns_of_part
             part = _moved(mask_mod, strip * rows_of_strip, start)
             keys = min(kv_len, end * columns_of_part) - start
-            blocks = Blocks(build(part, 1, 1, rows, keys, device, block_size).block_mask(part))
+            layout = build(part, 1, 1, rows, keys, device, block_size, work=work)
+            unknown += layout.unknown
+            unknown_pairs += layout.unknown_pairs
+            blocks = Blocks(layout.block_mask(part))
             partial += blocks.partial
             partial_pairs += blocks.partial_pairs
             full_pairs += blocks.full_pairs
@@ -80,6 +87,8 @@ def count_in_strips(
         shares=(1 - computed / all_pairs, partial_pairs / all_pairs, full_pairs / all_pairs),
         hidden=hidden_pairs / computed if computed else 0.0,
         estimated=estimated,
+        unknown=unknown,
+        unknown_share=unknown_pairs / all_pairs,
     )
 
 

@@ -2,55 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.decide import Axis
-from flexmasks.blocks.elements import Elements, block_indices
+from flexmasks.blocks import limits
+from flexmasks.blocks.decide import Axis, Decided
+from flexmasks.blocks.elements import Elements, block_indices, coordinates_of
+from flexmasks.blocks.lists import flat_nonzero
 from flexmasks.ranges import GiveUp, TooLarge
 from flexmasks.ranges.evaluate import evaluate
 
 _PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
 _MAX_PAIRS = 256  # pairs of a block in the second look
+_SAMPLES, _SPREAD = 16, (0.7549, 0.5698)  # positions of all blocks, and the steps between them: the R2 sequence
+_FEW = 16  # one block in so many is few
 _SHUFFLE = 45  # an odd factor shuffles the queries: their number in a block is mostly a power of two
 
 
-def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether all pairs of blocks [n, (b, h, row, column)] are visible.
+def look_at(elements: Elements, decided: Decided, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
+    """Whether any, and whether all pairs of each block are visible, booleans of the shape of `decided`. Of a block that
+    is unknown when the work is spent, not any and yet all are.
 
-    The first look is at 8 x 8 positions of each block, where most blocks turn out to be partial. The second look is at
-        pairs with each query and each key once, where most blocks of finer patterns turn out to be partial. The
-        remaining blocks are cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element:
-        first one part of each block, then the other parts.
+    Where many blocks are undecided, the first look is at one position after the other of all blocks. The next one is at
+        8 x 8 positions of each block, where most blocks turn out to be partial. The next one is at pairs with each
+        query and each key once, where most blocks of finer patterns turn out to be partial. The remaining blocks are
+        cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element: first one part of
+        each block, then the other parts.
     """
-    q, kv = _sampled_positions(rows, blocks[:, 2]), _sampled_positions(columns, blocks[:, 3])
-    any_visible, all_visible = _look_at_positions(elements, blocks, q, kv)
-    unresolved = (any_visible == all_visible).nonzero()[:, 0]
-    if not len(unresolved) or max(rows.block_size, columns.block_size) <= _PARTS:
-        return any_visible, all_visible
-    any_of_pairs, all_of_pairs = _look_at_pairs(elements, blocks[unresolved], rows, columns)
-    any_visible[unresolved] |= any_of_pairs
-    all_visible[unresolved] &= all_of_pairs
-    unresolved = unresolved[any_visible[unresolved] == all_visible[unresolved]]
-    for chunk in unresolved.split(elements.blocks_at_once(16 * _PARTS**2)) if len(unresolved) else ():
-        certain, possible = _decide_parts(elements, blocks[chunk], rows, columns)
-        any_visible[chunk] |= certain.flatten(1).any(1)
-        all_visible[chunk] &= possible.flatten(1).all(1)
-        parts = (possible & ~certain).nonzero()
-        is_first = torch.ones(len(parts), dtype=torch.bool, device=parts.device)
-        torch.ne(parts[1:, 0], parts[:-1, 0], out=is_first[1:])
-        for some_parts in (parts[is_first], parts[~is_first]):
-            block = chunk[some_parts[:, 0]]
-            is_unresolved = any_visible[block] == all_visible[block]
-            block, some_parts = block[is_unresolved], some_parts[is_unresolved]
-            q = _positions_of_part(rows, blocks[block, 2], some_parts[:, 1])
-            kv = _positions_of_part(columns, blocks[block, 3], some_parts[:, 2])
-            any_of_part, all_of_part = _look_at_positions(elements, blocks[block], q, kv)
-            any_visible[block[any_of_part]] = True
-            all_visible[block[~all_of_part]] = False
+    any_visible = decided.certain.clone(memory_format=torch.contiguous_format)
+    all_visible = decided.possible.clone(memory_format=torch.contiguous_format)
+    is_open = any_visible ^ all_visible
+    if int(is_open.count_nonzero()) > max(limits.BLOCKS_ON_CPU, is_open.numel() // _FEW):
+        _look_at_all_blocks(elements, is_open, any_visible, all_visible, rows, columns)
+    places = flat_nonzero(is_open)
+    del is_open
+    seen = any_visible.view(-1), all_visible.view(-1)
+    has_parts = max(rows.block_size, columns.block_size) > _PARTS
+    for look in (_look_at_samples, _look_at_parts)[: 1 + has_parts]:
+        is_last = look is _look_at_parts or not has_parts
+        places = _take_step(look, is_last, places, seen, any_visible.shape, elements, rows, columns)
+    any_visible.view(-1)[places] = False
+    all_visible.view(-1)[places] = True
+    elements.work.end()
     return any_visible, all_visible
+
+
+def _take_step(
+    look: Callable[..., None],
+    is_last: bool,
+    places: Tensor,
+    seen: tuple[Tensor, Tensor],
+    shape: torch.Size,
+    elements: Elements,
+    rows: Axis,
+    columns: Axis,
+) -> Tensor:
+    """Look at the blocks at flat places, update whether any and all pairs that were `seen` are visible, and return the
+    places of blocks that are still open.
+    """
+    work, still_open, looked_at = elements.work, [places[:0]], 0
+    at_once = elements.blocks_at_once(max(_PARTS**2, rows.block_size, columns.block_size))
+    if look is _look_at_samples:
+        at_once = limits.elements_at_once(places.device) // 2
+    work.start_step()
+    for chunk in places.split(at_once) if len(places) else ():
+        if work.is_spent:
+            return torch.cat([*still_open, places[looked_at:]])
+        any_visible, all_visible = (x[chunk] for x in seen)
+        look(elements, coordinates_of(chunk, shape), rows, columns, any_visible, all_visible)
+        seen[0][chunk], seen[1][chunk] = any_visible, all_visible
+        if not is_last or work.is_spent:
+            still_open.append(chunk[any_visible <= all_visible])
+        looked_at += len(chunk)
+        work.report(looked_at, len(places))
+    return torch.cat(still_open)
+
+
+def _look_at_all_blocks(
+    elements: Elements, is_open: Tensor, any_visible: Tensor, all_visible: Tensor, rows: Axis, columns: Axis
+) -> None:
+    """Look at one position after the other of all blocks, as long as that settles many. The arguments say afterwards
+    what is known and which blocks are still open.
+    """
+    batch, heads, *shape = is_open.shape
+    b, h = (torch.arange(n, device=is_open.device).double() for n in (batch, heads))
+    at_once = min(limits.blocks_at_once(is_open.device), limits.WIDE_ELEMENTS_AT_ONCE // elements.widest)
+    at_once = max(1, at_once // (batch * heads * shape[1]))
+    for strip in torch.arange(shape[0], device=is_open.device).split(at_once):
+        chosen = slice(int(strip[0]), int(strip[-1]) + 1)
+        still, some, every = (x[:, :, chosen] for x in (is_open, any_visible, all_visible))
+        left = int(still.count_nonzero())
+        for n in range(_SAMPLES):
+            if elements.work.is_spent or left <= still.numel() // _FEW:
+                break
+            q = rows.positions(strip, _nth_sample(n, _SPREAD[0], rows))
+            kv = columns.positions(torch.arange(shape[1], device=strip.device), _nth_sample(n, _SPREAD[1], columns))
+            seen = elements.by_ranges(
+                (b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.double().view(1, 1, -1, 1), kv.double().view(1, 1, 1, -1))
+            )
+            if seen is None:
+                return
+            seen = seen.to(still.device).expand(still.shape)
+            some |= seen
+            every &= seen
+            before, left = left, int((still & (some == every)).count_nonzero())
+            if n > 1 and before - left < before // _FEW:
+                break
+        still &= some == every
+
+
+def _nth_sample(n: int, spread: float, axis: Axis) -> Tensor:
+    return torch.tensor([int((n * spread + 0.5) % 1 * axis.block_size)])
 
 
 def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
@@ -68,10 +132,19 @@ def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
 
 
 def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether all pairs of positions [n, queries] and [n, keys] are visible."""
+    """Whether any, and whether all pairs of positions [n, queries] and [n, keys] are visible; when the work is spent,
+    not any and yet all.
+    """
     at_once = elements.blocks_at_once(q.shape[1] * kv.shape[1])
-    chunks = (slice(n, n + at_once) for n in range(0, max(1, len(blocks)), at_once))
-    return _any_and_all(elements(blocks[chunk, 0], blocks[chunk, 1], q[chunk], kv[chunk]) for chunk in chunks)
+    found = torch.zeros(2, len(blocks), dtype=torch.bool, device=blocks.device)
+    found[1] = True
+    for n in range(0, len(blocks), at_once):
+        if elements.work.is_spent:
+            break
+        chunk = slice(n, n + at_once)
+        visible = elements(blocks[chunk, 0], blocks[chunk, 1], q[chunk], kv[chunk]).flatten(1)
+        found[0, chunk], found[1, chunk] = visible.any(1), visible.all(1)
+    return found[0], found[1]
 
 
 def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
@@ -81,17 +154,49 @@ def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis
     q_offsets = n * _SHUFFLE % count * rows.block_size // count
     kv_offsets = n * columns.block_size // count
 
-    def visible_in(chunk: Tensor) -> Tensor:
+    found = []
+    for chunk in blocks.split(elements.blocks_at_once(count)):
         q, kv = rows.positions(chunk[:, 2], q_offsets), columns.positions(chunk[:, 3], kv_offsets)
         b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
-        return elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
+        visible = elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
+        found.append(torch.stack([visible.any(1), visible.all(1)]))
+    any_visible, all_visible = torch.cat(found, 1)
+    return any_visible, all_visible
 
-    return _any_and_all(map(visible_in, blocks.split(elements.blocks_at_once(count))))
+
+def _look_at_samples(
+    elements: Elements, blocks: Tensor, rows: Axis, columns: Axis, any_visible: Tensor, all_visible: Tensor
+) -> None:
+    """Look at some pairs of blocks [n, (b, h, row, column)]; of small blocks, at all pairs."""
+    q, kv = _sampled_positions(rows, blocks[:, 2]), _sampled_positions(columns, blocks[:, 3])
+    any_of_samples, all_of_samples = _look_at_positions(elements, blocks, q, kv)
+    any_visible |= any_of_samples
+    all_visible &= all_of_samples
+    unresolved = (any_visible <= all_visible).nonzero()[:, 0]
+    if len(unresolved) and max(rows.block_size, columns.block_size) > _PARTS:
+        any_of_pairs, all_of_pairs = _look_at_pairs(elements, blocks[unresolved], rows, columns)
+        any_visible[unresolved] |= any_of_pairs
+        all_visible[unresolved] &= all_of_pairs
 
 
-def _any_and_all(chunks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    found = [(visible.flatten(1).any(1), visible.flatten(1).all(1)) for visible in chunks]
-    return found[0] if len(found) == 1 else (torch.cat([a for a, _ in found]), torch.cat([b for _, b in found]))
+def _look_at_parts(
+    elements: Elements, blocks: Tensor, rows: Axis, columns: Axis, any_visible: Tensor, all_visible: Tensor
+) -> None:
+    """Look at all pairs of blocks [n, (b, h, row, column)]."""
+    certain, possible = _decide_parts(elements, blocks, rows, columns)
+    any_visible |= certain.flatten(1).any(1)
+    all_visible &= possible.flatten(1).all(1)
+    parts = (possible & ~certain).nonzero()
+    is_first = torch.ones(len(parts), dtype=torch.bool, device=parts.device)
+    torch.ne(parts[1:, 0], parts[:-1, 0], out=is_first[1:])
+    for some_parts in (parts[is_first], parts[~is_first]):
+        block = some_parts[:, 0]
+        block, row, column = some_parts[any_visible[block] <= all_visible[block]].unbind(1)
+        q = _positions_of_part(rows, blocks[block, 2], row)
+        kv = _positions_of_part(columns, blocks[block, 3], column)
+        any_of_part, all_of_part = _look_at_positions(elements, blocks[block], q, kv)
+        any_visible[block[any_of_part]] = True
+        all_visible[block[~all_of_part]] = False
 
 
 def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
@@ -106,8 +211,9 @@ def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis)
     b, h, q, kv = indices
     shape = (n, 1, _PARTS, _PARTS)
     try:
-        truth = evaluate(elements.mask_mod, b, h, q, kv, elements.device).truth
+        truth, _, _, computed = evaluate(elements.mask_mod, b, h, q, kv, elements.device, bounds=elements.known_bounds)
     except (GiveUp, TooLarge):
         certain = torch.zeros(shape, dtype=torch.bool, device=blocks.device)
         return certain[:, 0], ~certain[:, 0]
+    elements.work.done += computed
     return truth.lo.to(blocks.device).expand(shape)[:, 0], truth.hi.to(blocks.device).expand(shape)[:, 0]

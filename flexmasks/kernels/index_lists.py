@@ -35,10 +35,10 @@ def _fake(partial: Tensor, full: Tensor) -> list[Tensor]:
 def plain_index_lists(partial: Tensor, full: Tensor) -> list[Tensor]:
     """What the operator returns, by torch's own operations, which compilers can see through."""
     marked = torch.stack([partial, full])
-    return [t for by_line in (marked, marked.mT) for t in _plain_lists(by_line)]
+    return [t for by_line in (marked, marked.mT) for t in plain_lists(by_line)]
 
 
-def _plain_lists(marked: Tensor) -> list[Tensor]:
+def plain_lists(marked: Tensor) -> list[Tensor]:
     """Counts and lists of partial, then of full blocks, of bool [2, B, H, lines, places]."""
     up_to_place = torch.cumsum(marked, -1, dtype=torch.int32)
     counts = up_to_place[..., -1]

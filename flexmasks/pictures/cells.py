@@ -7,6 +7,7 @@ score is evaluated at a few places of each cell.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import MaskMod, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import count_in_strips
+from flexmasks.blocks.work import Work
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import naming
 from flexmasks.plans.score_plan import ScorePlan
@@ -46,7 +48,8 @@ class MaskCells:
 
     A cell is SKIPPED if it lies in empty blocks, which kernels do not compute; HIDDEN if nothing of it is visible but
     its block is computed; VISIBLE if all of it is visible; and PARTIAL otherwise. A cell of whole blocks is PARTIAL
-    too if the edge of the mask cuts one of its blocks, as torch calls such blocks.
+    too if the edge of the mask cuts one of its blocks, as torch calls such blocks, and if the search, which is bounded,
+    did not find out.
 
     Raises ValueError or TypeError if the mask cannot be evaluated.
     """
@@ -89,7 +92,8 @@ class MaskCells:
         if any(beyond):  # positions past the edge repeat the last query and the last key
             unclamped = mod
             mod = lambda b, h, q, kv: unclamped(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))  # noqa: E731
-        layout = build(mod, 1, 1, q_len + beyond[0], kv_len + beyond[1], self._device, cell)
+        lengths = q_len + beyond[0], kv_len + beyond[1]
+        layout = build(mod, 1, 1, *lengths, self._device, cell, work=Work.bounded(math.prod(lengths)))
         partial, full = (x[0, 0].cpu() for x in of_block_mask(layout.block_mask(mod)))
         return partial | full, full
 

@@ -145,11 +145,16 @@ class MaskPicture(Picture):
         if (height, width) == (1, 1):
             return [f"visible {full}, hidden {empty} of the pairs"]
         about = "about " if counts.estimated else ""
-        return [
+        notes = [
             f"blocks of {height} x {width}: {counts.empty:,} empty, {counts.partial:,} partial, {counts.full:,} full",
             f"of all pairs: empty {empty} (sparsity), partial {partial}, full {full}",
             f"of the computed pairs {about}{_percent(counts.hidden)} are hidden",
         ]
+        if counts.unknown:
+            most = _percent(min(1.0, counts.shares[0] + counts.unknown_share))
+            about = f"empty are {empty} to {most} of all pairs"
+            notes.append(f"unknown: {counts.unknown:,} blocks, shown as partial; {about}")
+        return notes
 
     def _block_edges(self) -> tuple[list[float], list[float]]:
         """Where few enough blocks meet, as parts of the axes."""

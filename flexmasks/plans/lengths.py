@@ -86,14 +86,14 @@ class Lengths:
         return device
 
 
-def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
+def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> MaskPlan:
     """Return the plan of a mask over lengths that a user gave to `call`."""
     given = lengths.block_size
     block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
     if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
         fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
     size, open_extents, q_offset = lengths.check(call, mask)
-    return MaskPlan(mask, size, q_offset, block_size=block_size, open_extents=open_extents)
+    return MaskPlan(mask, size, q_offset, block_size=block_size, open_extents=open_extents, exact=exact)
 
 
 def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
@@ -123,8 +123,8 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
-def count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+def count_blocks(mask: Mask, q_len: int, kv_len: int | None, exact: bool = True, **sizes: Any) -> Blocks:
     """Return what `Mask.blocks` returns."""
-    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
+    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes), exact)
     blocks = plan.blocks()
     return replace(blocks, block_mask=_portable(plan, blocks.block_mask))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, can_be_bits
 from flexmasks.blocks.build import Layout, build
 from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
@@ -73,7 +76,8 @@ class MaskPlan(Plan):
     """A mask on its way to a BlockMask.
 
     `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
-    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build.
+    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build. Without `exact` the search
+    for blocks is bounded at great lengths, and blocks that it does not reach count as partial.
     """
 
     is_given = False
@@ -89,10 +93,12 @@ class MaskPlan(Plan):
         open_extents: tuple[str, ...] = (),
         aliases: Aliases | None = None,
         allows_bounds: bool = False,
+        exact: bool = True,
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.open_extents, self._may_lift = mask, open_extents, lift
         self._allows_bounds = allows_bounds and self._kind_key is not None
+        self._exact = exact
         self._wants_bits = False  # until the mask is asked for as data
         self._start_in(block_size)
 
@@ -100,6 +106,7 @@ class MaskPlan(Plan):
         return MaskPlan(
             self.mask, self.size, self.offset, lift=self._may_lift, block_size=self.block_size,
             open_extents=self.open_extents, aliases=Aliases(), allows_bounds=self._allows_bounds,
+            exact=self._exact,
         )  # fmt: skip
 
     def _start_in(self, block_size: tuple[int, int]) -> None:
@@ -155,7 +162,9 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
-        return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents, self._allows_bounds)
+        key = self.block_size, self.open_extents, self._allows_bounds
+        suits = (lambda prepared: not prepared.layout.unknown) if self._exact else None
+        return self._cached(_BLOCKS, self._build, *key, suits=suits)
 
     def _build(self) -> _PreparedMask:
         inputs, captured = self.inputs, is_captured(self.size.device)
@@ -239,7 +248,8 @@ class MaskPlan(Plan):
                 with_bits = self._wants_bits and can_be_bits(self.block_size)
                 # Lists of the masks of a kind have the same shapes, so that one kernel serves them all.
                 may_be_narrow = not (self.inputs and self._allows_bounds)
-                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow)
+                work = Work.exact() if self._exact else Work.bounded(math.prod(sizes))
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow, work)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise
@@ -284,15 +294,18 @@ class MaskPlan(Plan):
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
         layout = self._prepared.layout
-        return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
+        facts = layout.undecided, layout.not_understood, layout.unknown, layout.unknown_pairs
+        return Blocks(self.block_mask(), *facts)
 
     @property
     def reads_data_as_fast(self) -> bool:
         """Whether kernels read the mask's bits as fast as they compute its function.
 
-        They do on a CPU, where masks without tensors are planned once.
+        They do on a CPU, where masks without tensors are planned once. Over many pairs the bits of all partial blocks
+        would take too long.
         """
-        return not (self.opaque or self.inputs) and self.size.device.type == "cpu"
+        is_long = self.size.q_len * self.size.kv_len > limits.PAIRS_WITHOUT_LIMIT
+        return not (self.opaque or self.inputs or is_long) and self.size.device.type == "cpu"
 
     @property
     def whole(self) -> Whole:

@@ -199,15 +199,21 @@ class Plan:
         if not seen.is_compiled_in(self.kernel_key, self.size):
             self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
 
-    def _cached(self, cache: Part[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
-        """Return what the cache holds for this plan, or build it."""
+    def _cached(
+        self,
+        cache: Part[_P],
+        build: Callable[[], _P],
+        *more_key: Hashable,
+        suits: Callable[[_P], bool] | None = None,
+    ) -> _P:
+        """Return what the cache holds for this plan, or build it; also if what the cache holds does not suit."""
         tensors, captured = self.inputs, is_captured(self.size.device)
         if self.opaque or (captured and tensors):
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
         prepared = cache.get(key, tensors)
-        if prepared is None:
+        if prepared is None or (suits is not None and not suits(prepared)):
             with outside_transforms(tensors):
                 prepared = build()
             if captured:  # the CUDA graph's own memory, which holds nothing before the graph runs

@@ -78,6 +78,9 @@ least and the greatest element that it reaches. Every resulting range contains e
 without a rule gives the range of all values. The blocks are then looked at element by element, which is slower but
 never wrong. The same happens if a function cannot run on ranges. `Mask.blocks` and `explain` name the operation.
 
+A block in which two documents meet has two ids, far apart where ids are in no order. So the blocks of a table of
+integers also keep which ids they hold, as bits of a hash, and `ids[q] == ids[kv]` asks whether two blocks share one.
+
 Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong.
 
 A Range has the operations of an integer tensor, but it is no tensor. Functions may ask for the type of their arguments,
@@ -99,7 +102,7 @@ The files
 `evaluate` calls a function on ranges. `context` holds the state of one evaluation, and `value` has the Range and the
 dispatch of torch's operations to rules. The rules are in `truth`, `arithmetic`, `bits`, `selection`, `conversion`,
 `lookup` and `reductions`, and register themselves with the decorator `value.rule`. All of these files use `operands`,
-and `lookup` uses `reach`.
+`lookup` uses `reach`, and `lookup` and `truth` use `members`.
 
 Source: interval arithmetic: Moore, Interval Analysis, 1966; the sparse table of range minima: Bender and
 Farach-Colton, The LCA Problem Revisited, 2000; block masks: Dong et al., Flex Attention, 2024.

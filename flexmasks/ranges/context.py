@@ -41,6 +41,10 @@ class TooWide(Exception):
         self.width = width
 
 
+# Tensors that functions captured, by identity, version and device, with the bounds of their elements.
+KnownBounds = dict[tuple[int, int, torch.device], tuple[Tensor, tuple[Tensor, Tensor, float]]]
+
+
 class Evaluation:
     """One call of a function on ranges.
 
@@ -49,10 +53,16 @@ class Evaluation:
     max_width: limit on the elements of one tensor that the function sees; a larger tensor raises TooWide.
     reads_values: whether the host may read values of tensors. If not, the rules run operations whose shapes depend on
         shapes only, which can be traced, compiled and captured in a CUDA graph; some ranges are then wider.
+    bounds: of captured tensors, which several evaluations may share.
     """
 
     def __init__(
-        self, device: torch.device, compute_device: torch.device, max_width: float = INF, reads_values: bool = True
+        self,
+        device: torch.device,
+        compute_device: torch.device,
+        max_width: float = INF,
+        reads_values: bool = True,
+        bounds: KnownBounds | None = None,
     ) -> None:
         self.device, self.compute_device, self._max_width = device, compute_device, max_width
         self.reads_values = reads_values
@@ -63,7 +73,8 @@ class Evaluation:
         self.asked_for_type = False  # whether the function asked for the type of a range that is no tensor
         self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
-        self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
+        self.computed = 0  # numbers in the results of the function's operations
+        self._bounds: KnownBounds = {} if bounds is None else bounds
 
     def note_width(self, width: int) -> None:
         """Raise TooWide for too many elements, before the tensor is broadcast to another operand's blocks."""
@@ -97,7 +108,7 @@ class Evaluation:
         raise AskedForType("a question for the type of an index")
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
-        key = id(values), version_of(values)
+        key = id(values), version_of(values), self.compute_device
         if key not in self._bounds:
             if values.ndim and values.device != self.device:
                 raise Refused(
@@ -106,6 +117,7 @@ class Evaluation:
             is_copied_to_cpu = values.device != self.compute_device and self.compute_device.type == "cpu"
             if is_copied_to_cpu and values.numel() > _MAX_MOVED_ELEMENTS:
                 raise TooLarge(f"a tensor of {values.numel()} elements")
+            self.computed += values.numel()
             # Keeping the tensor with its bounds prevents that another tensor gets its id.
             self._bounds[key] = values, bounds_of_values(values.detach().to(self.compute_device))
         return self._bounds[key][1]

@@ -23,6 +23,7 @@ from flexmasks.ranges.context import (
     AskedForType,
     Evaluation,
     GiveUp,
+    KnownBounds,
     Refused,
     TooLarge,
     TooWide,
@@ -60,6 +61,7 @@ class Evaluated(NamedTuple):
     truth: Range  # whether a block is certainly, and possibly, visible
     not_understood: tuple[str, ...]  # names of operations that ranges do not know
     widest: int  # elements of the largest tensor that the function saw
+    computed: int  # numbers in the results of the function's operations
 
 
 def evaluate(
@@ -71,24 +73,25 @@ def evaluate(
     device: torch.device | None = None,
     max_width: float = INF,
     reads_values: bool = True,
+    bounds: KnownBounds | None = None,
 ) -> Evaluated:
     """Call a mask's function on ranges.
 
     device: the device on which the function sees its indices, by default that of the ranges. Where the ranges are on
         the CPU and `device` is a GPU, tensors that the function captured are copied to the CPU.
     max_width: limit on the elements of one tensor that the function sees.
-    reads_values: whether the host may read values of tensors, see `context.Evaluation`.
+    reads_values, bounds: see `context.Evaluation`.
 
     Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where the
     function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
     indices = b, h, q, kv
-    evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values)
+    evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds)
     try:
         return _evaluate(function, indices, evaluation)
     except AskedForType:
-        evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values)
+        evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds)
         evaluation.shows_tensors = True
         return _evaluate(function, tuple(shown(i, evaluation) for i in indices), evaluation)
 
@@ -105,7 +108,7 @@ def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluati
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         finally:
             evaluation.check_no_question()
-        return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest)
+        return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest, evaluation.computed)
     finally:
         current_evaluation.reset(token)
         evaluations_of_mixed_dtypes.discard(evaluation)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
+from flexmasks.ranges.members import members_of
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
 from flexmasks.ranges.value import BLOCK_DIMS, Range, is_tensor, rule
@@ -85,7 +86,10 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
         element = extreme_of(lo, values.ndim, reaches, torch.amin)
         return Range(element, element, values.dtype, limit)
     greatest = extreme_of(hi, values.ndim, reaches, torch.amax)
-    return Range(extreme_of(lo, values.ndim, reaches, torch.amin), greatest, values.dtype, limit)
+    reached = Range(extreme_of(lo, values.ndim, reaches, torch.amin), greatest, values.dtype, limit)
+    if not isinstance(values, Range) and lo is hi:
+        reached.members = members_of(values, reaches[0].steps)
+    return reached
 
 
 class _Rows(Range):
@@ -94,7 +98,7 @@ class _Rows(Range):
     def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
         self.table, self.indices = table, indices
         self._dtype, self.ndim = table.dtype, table.ndim - len(indices)
-        self.limit_reached, self.steps, self.comparison = False, None, None
+        self.limit_reached, self.steps, self.comparison, self.members = False, None, None, None
         self._range: Range | None = None
         self._table_version = version_of(table)
 

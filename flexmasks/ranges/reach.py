@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.ranges.context import INF, GiveUp, Refused, reads_values
+from flexmasks.ranges.context import INF, GiveUp, Refused, current_evaluation, reads_values
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.value import BLOCK_DIMS, Steps
 
@@ -106,6 +106,9 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
     else:
         lengths = [values.shape[d] for d in ranges]
     in_reach = math.prod(shape) * unreduced * math.prod(lengths)
+    evaluation = current_evaluation.get()
+    if evaluation is not None:
+        evaluation.computed += min(in_reach, _MAX_LOOKED_UP)
     if in_reach <= max(_ALWAYS_LOOKED_UP, min(4 * values.numel(), _MAX_LOOKED_UP)):
         return _extreme_one_by_one(values, ndim, ranges, lengths, extreme)
     if len(ranges) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmasks.ranges.members import without_strangers
 from flexmasks.ranges.operands import as_dtype, as_number, as_range, common_dtype, is_integer, may_be_nan
 from flexmasks.ranges.value import Range, reflected, rule, truth_range
 
@@ -27,8 +28,11 @@ def _comparison(
         if x.exact and y.exact:
             truth = exact(x.lo, y.lo)
             return truth_range(truth, truth)
-        result = truth_range(certain(_without_nan(x), _without_nan(y)), possible(x, y))
-        if operator is not None and is_integer(dtype):
+        low, high = certain(_without_nan(x), _without_nan(y)), possible(x, y)
+        if operator == "==" and isinstance(a, Range) and isinstance(b, Range):
+            high = without_strangers(low, high, a.members, b.members)
+        result = truth_range(low, high)
+        if operator in ("<", "<=") and is_integer(dtype):
             result.comparison = operator, a, b
         return result
 
@@ -50,6 +54,7 @@ equal = rule("eq")(
         torch.eq,
         lambda x, y: (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo),
         lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
+        "==",
     )
 )
 rule("gt", "greater")(reflected(less))

@@ -26,6 +26,7 @@ from flexmasks.ranges.context import (
 )
 
 BLOCK_DIMS = 4  # batch, heads, query blocks, key blocks
+_START = 1 << 13  # an operation starts in the time in which it computes so many numbers
 _MAX_ELEMENTS = 1 << 24  # elements of a tensor with dimensions that a rule computes with
 LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
 
@@ -111,6 +112,7 @@ class Range:
         self.lo, self.hi, self._dtype = lo, hi, dtype
         self.limit, self.limit_reached, self.steps = limit, limit_reached, steps
         self.ndim = max(0, lo.ndim - BLOCK_DIMS, hi.ndim - BLOCK_DIMS)
+        self.members: Any = None  # the integers in each range, see `ranges.members`, if they are known
         # The operator and the two integers whose comparison gave this truth value.
         self.comparison: tuple[str, Any, Any] | None = None
         evaluation = current_evaluation.get() if self.ndim else None
@@ -341,6 +343,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     evaluation.rule_depth += 1
     try:
         result = _result_of(func, name, args, kwargs)
+        if type(result) is Range:  # rows of a table are looked up later
+            evaluation.computed += _START + result.lo.numel() + (0 if result.exact else result.hi.numel())
         return shown(result, evaluation) if evaluation.shows_tensors and evaluation.rule_depth == 1 else result
     finally:
         evaluation.rule_depth -= 1

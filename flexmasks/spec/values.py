@@ -420,10 +420,16 @@ class Mask(Modifier):
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
         q_offset: int | Tensor | Sequence[int] | Literal["first", "last"] | None = None,
+        exact: bool = False,
     ) -> Blocks:
         """Return the counts of empty, partial and full blocks over these lengths, and the BlockMask.
 
-        Arguments and errors are those of `flexmasks.block_mask`.
+        Up to 65,536 tokens the blocks are exact, and beyond where that takes seconds. If it takes longer, the search
+        ends after some seconds. Blocks that it did not reach count as partial, which attention computes exactly all the
+        same; then `unknown` is not 0, `bounds` are intervals, and the counts print as intervals. With `exact` the
+        search goes on to the end; on stderr it says how long that takes, and Ctrl-C ends it.
+
+        Other arguments and errors are those of `flexmasks.block_mask`.
 
         Example:
             >>> import flexmasks
@@ -432,7 +438,7 @@ class Mask(Modifier):
             looked at element by element: 124
         """
         sizes = {"batch": batch, "heads": heads, "device": device, "block_size": block_size, "q_offset": q_offset}
-        return Mask.count_blocks(self, q_len, kv_len, **sizes)
+        return Mask.count_blocks(self, q_len, kv_len, exact=exact, **sizes)
 
     def __bool__(self) -> bool:
         raise TypeError(

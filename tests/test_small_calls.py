@@ -1,0 +1,152 @@
+"""Tests of small calls on a CPU that need no gradients: they run without compiling, and are compiled when that pays."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+import flexmasks
+from flexmasks.backends import flex_kernels, short_cpu
+
+_NAN, _INF = math.nan, math.inf
+IDS = torch.arange(96) // 40
+
+
+def _own(b, h, q, kv):
+    return (q >= kv) & (kv % 7 != 3)
+
+
+def _documents(b, h, q, kv):
+    return (IDS[q] == IDS[kv]) & (q >= kv)
+
+
+def _hides_rows(b, h, q, kv):
+    return (q % 5 != 2) & (kv % 3 != 1)
+
+
+FUNCTIONS = [_own, _documents, _hides_rows]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that are compiled in a test, where small calls run without, as they do outside tests."""
+    monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)
+    names: list[str] = []
+    log = flex_kernels._log_compiled
+    monkeypatch.setattr(flex_kernels, "_log_compiled", lambda *args: (names.append(args[1]), log(*args)))
+    flexmasks.clear_caches()
+    yield names
+    flexmasks.clear_caches()
+
+
+def _qkv(dtype=torch.float32, batch=2, heads=4, kv_heads=4, length=96):
+    torch.manual_seed(length)
+    q = torch.randn(batch, heads, length, 16)
+    k, v = torch.randn(2, batch, kv_heads, length, 16)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _expected(q, k, v, function):
+    """Attention by SDPA in float64, and exactly 0 where a query sees nothing."""
+    visible = create_mask(function, 1, 1, q.shape[2], k.shape[2], device="cpu")
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.masked_fill(~visible.any(-1)[..., None], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_small_calls_are_exact_and_compile_nothing(compiled, function, kv_heads, dtype):
+    q, k, v = _qkv(dtype, kv_heads=kv_heads)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    explanation = flexmasks.explain(q, k, v, mask=function)
+    assert explanation.backend == "short"
+    assert "answered without compiling" in explanation.compiles
+    for _ in range(3):  # planned, replayed, and new tensors
+        out = flexmasks.attention(q, k, v, mask=function)
+        torch.testing.assert_close(out.double(), _expected(q, k, v, function), atol=tolerance, rtol=tolerance)
+        q, k, v = q + 1, k.flip(2), v * 2
+    assert compiled == []
+
+
+def test_queries_that_see_nothing_give_zero():
+    q, k, v = _qkv()
+    out = flexmasks.attention(q, k, v, mask=_hides_rows)
+    assert (out[:, :, 2::5] == 0).all()
+    assert (out[:, :, 0::5] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("poison", [_NAN, _INF])
+def test_hidden_keys_may_hold_anything(poison):
+    q, k, v = _qkv()
+    k[:, :, 1::3] = poison
+    q[:, :, 2::5] = poison
+    clean_k, clean_q = k.clone(), q.clone()
+    clean_k[:, :, 1::3] = 0
+    clean_q[:, :, 2::5] = 0
+    out = flexmasks.attention(q, k, v, mask=_hides_rows)
+    torch.testing.assert_close(out.double(), _expected(clean_q, clean_k, v, _hides_rows), atol=1e-5, rtol=1e-5)
+
+
+def test_new_values_in_tensors_are_seen(compiled):
+    q, k, v = _qkv()
+    for n in (40, 30, 7, 50):
+        ids = torch.arange(96) // n
+        out = flexmasks.attention(q, k, v, mask="document", document_ids=ids)
+        expected = _expected(q, k, v, lambda b, h, q, kv, ids=ids: ids[q] == ids[kv])
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    assert compiled == []
+
+
+def test_equal_calls_give_equal_bits():
+    q, k, v = _qkv()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (flexmasks.attention(q, k, v, mask=_own) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("makes_new_tensors", [False, True])
+def test_a_loop_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch, makes_new_tensors):
+    q, k, v = _qkv()
+    products = 2 * 4 * 96 * 96 * 32
+    monkeypatch.setattr(short_cpu, "WORK_BEFORE_COMPILING", 5 * products)
+    expected = _expected(q, k, v, _documents)
+    for n in range(8):
+        ids = IDS.clone() if makes_new_tensors else IDS
+        function = lambda b, h, q, kv, ids=ids: (ids[q] == ids[kv]) & (q >= kv)  # noqa: E731
+        out = flexmasks.attention(q, k, v, mask=function)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+        assert len(compiled) == (n >= 5)
+    assert flexmasks.explain(q, k, v, mask=function).backend == "flex"
+
+
+def test_named_backends_run(compiled, monkeypatch):
+    q, k, v = _qkv()
+    for limit in (1 << 36, 0):
+        monkeypatch.setattr(short_cpu, "WORK_BEFORE_COMPILING", limit)
+        for backend in ("short", "reference", "flex"):
+            out = flexmasks.attention(q, k, v, mask=_own, backend=backend)
+            torch.testing.assert_close(out.double(), _expected(q, k, v, _own), atol=1e-5, rtol=1e-5)
+            assert flexmasks.explain(q, k, v, mask=_own, backend=backend).backend == backend
+    assert len(compiled) == 1
+
+
+def test_large_calls_are_compiled_at_once():
+    q, k, v = (torch.empty(1, 1, 1025, 16) for _ in range(3))
+    explanation = flexmasks.explain(q, k, v, mask=_own)
+    assert explanation.backend == "flex"
+    assert "1,024" in explanation.others["short"]
+
+
+def test_scores_that_add_compile_nothing_and_others_do():
+    q, k, v = _qkv()
+    explain = lambda score: flexmasks.explain(q, k, v, mask="causal", score=score)  # noqa: E731
+    assert explain("alibi").backend == "short"
+    assert explain(flexmasks.get_score("softcap", cap=5.0)).backend == "flex"
