@@ -97,8 +97,9 @@ def _look_at_all_blocks(
         for n in range(_SAMPLES):
             if elements.work.is_spent or left <= still.numel() // _FEW:
                 break
-            q = rows.positions(strip, _nth_sample(n, _SPREAD[0], rows))
-            kv = columns.positions(torch.arange(shape[1], device=strip.device), _nth_sample(n, _SPREAD[1], columns))
+            q = rows.positions(strip, _nth_sample(n, _SPREAD[0], rows, strip.device))
+            every_column = torch.arange(shape[1], device=strip.device)
+            kv = columns.positions(every_column, _nth_sample(n, _SPREAD[1], columns, strip.device))
             seen = elements.by_ranges(
                 (b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.double().view(1, 1, -1, 1), kv.double().view(1, 1, 1, -1))
             )
@@ -113,8 +114,8 @@ def _look_at_all_blocks(
         still &= some == every
 
 
-def _nth_sample(n: int, spread: float, axis: Axis) -> Tensor:
-    return torch.tensor([int((n * spread + 0.5) % 1 * axis.block_size)])
+def _nth_sample(n: int, spread: float, axis: Axis, device: torch.device) -> Tensor:
+    return torch.tensor([int((n * spread + 0.5) % 1 * axis.block_size)], device=device)
 
 
 def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
