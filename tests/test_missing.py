@@ -77,7 +77,7 @@ def refuses(call):
 
 # What needs a name, and refuses in words without it. The other names have something public in their place.
 _SOFTMAX = """
-call = lambda x: flexmasks.masked_softmax(x, mask='causal').square().sum()
+call = lambda x: flexmasks.masked_softmax(x, mask='causal', q_offset=0).square().sum()
 refuses(lambda: torch.func.grad(call)(torch.randn(1, 1, 4, 8)))
 """
 _TRANSFORMED = """
