@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, P
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.parameters import listed
 
+if TYPE_CHECKING:
+    from flexmasks.plans.held import HeldPlan
+
 
 # fmt: off
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -29,7 +32,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -39,7 +42,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -54,7 +57,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Masks | None = None,
+    mask: Masks | HeldPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,

@@ -44,6 +44,7 @@ ORDER = {
             ["attention", "softmax"],
             ["flex"],
             ["planning"],
+            ["trees"],
             ["pictures"],
             ["integrations"],
             ["bench"],

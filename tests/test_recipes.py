@@ -134,7 +134,7 @@ def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
     named = {recipe for row in _systems() for recipe in _links(row[1])}
     others = {
         "hugging_face_packing.py", "packed_language_model.py", "sequence_on_paper.py", "sequence_over_processes.py",
-        "serving.py",
+        "serving.py", "shared_prefixes.py",
     }  # fmt: skip
     assert named | others == set(RECIPES)
     assert not named & others

@@ -17,6 +17,7 @@ Pair = tuple[Tensor, Tensor]
 
 def of_attention(q: Tensor, sure: bool) -> None:
     assert_type(flexmasks.attention(q, q, q, mask="causal"), Tensor)
+    assert_type(flexmasks.attention(q, q, q, mask=flexmasks.plan("causal", 3)), Tensor)
     assert_type(flexmasks.attention(q, q, q, mask="sliding_window", window=3, return_lse=False), Tensor)
     assert_type(flexmasks.attention(q, q, q, score=["alibi", "softcap"], cap=3.0, return_lse=True), Pair)
     assert_type(flexmasks.attention(q, q, q, return_lse=sure), Tensor | Pair)

@@ -1,0 +1,326 @@
+"""Training on shared prefixes: sequences that share beginnings become trees, each shared token computed once.
+
+Answers to one prompt, traces of agents that branch, and pairs of preferences share most of their tokens. `pack` lays
+the trie of such sequences out in depth-first order and cuts it into rows. The mask `tree` lets each token see its own
+path, so that logits and gradients equal those of the sequences computed one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexmasks.planning import Plan
+from flexmasks.planning import plan as plan_of
+from flexmasks.spec.arguments import get_mask
+from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.values import Mask
+
+_AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
+
+Tokens = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """Sequences as trees in rows of equal length, as `pack` returns them. R rows have N tokens each.
+
+    tokens: int64[R, N], with 0 behind the last token of a row.
+    parents: int64[R, N], the place of the token before each in its row, -1 for first tokens and behind the last token.
+    position_ids: int64[R, N], the place of each token in its sequences.
+    weights: int64[R, N], how many sequences share a token, 0 behind the last token.
+    lengths: the number of tokens of each row.
+    places: for each sequence its row, and the places of its tokens there, int64[length].
+    repeated: how many prefixes stand in more than one row, because their tree is larger than a row.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    position_ids: Tensor
+    weights: Tensor
+    lengths: list[int]
+    places: list[tuple[int, Tensor]]
+    repeated: int = 0
+    _flat: Tensor = field(init=False, repr=False)  # the places of all sequences in the flattened rows
+
+    def __post_init__(self) -> None:
+        flat = [row * self.tokens.shape[1] + places for row, places in self.places]
+        object.__setattr__(self, "_flat", torch.cat(flat))
+
+    @property
+    def saved(self) -> float:
+        """The share of the sequences' tokens that are not computed, because others share them, from 0 to 1."""
+        return 1 - sum(self.lengths) / max(1, len(self._flat))
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the trees: each token sees its path. Tokens behind the last of a row see themselves."""
+        return get_mask("tree", parents=self.parents)
+
+    def sliding_window(self, window: int) -> Mask:
+        """The mask of the trees with a window along each path: `window` earlier tokens of it, and the token itself."""
+        depth = self.position_ids
+
+        def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return depth[b, q] - depth[b, kv] <= window
+
+        return self.mask & get_mask(within)
+
+    def plan(self, mask: Mask | None = None, *, heads: int | None = None) -> Plan:
+        """Return the plan of a mask of the batch, `self.mask` by default, for all layers of a step."""
+        rows, length = self.tokens.shape
+        return plan_of(self.mask if mask is None else mask, length, batch=rows, heads=heads)
+
+    def to(self, device: torch.device | str) -> TreeBatch:
+        """Return the batch on a device."""
+        places = [(row, p.to(device)) for row, p in self.places]
+        tensors = {n: getattr(self, n).to(device) for n in ("tokens", "parents", "position_ids", "weights")}
+        return replace(self, **tensors, places=places)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return values of tokens for each sequence, as if it were alone.
+
+        x: [R, N, ...]. Returns a list of [length, ...], with gradients: those of shared tokens are added.
+        """
+        self._check("gather", x)
+        return list(x.flatten(0, 1).index_select(0, self._flat).split([len(p) for _, p in self.places]))
+
+    def logprobs(self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+        """Return the log-probability of each token of each sequence but the first, given those before it.
+
+        The logits of a shared token are used once for each token that follows it in some sequence, and the result of a
+        shared pair of tokens once for each sequence that has it. So a loss that is a sum over sequences has the value
+        and the gradients that it has without sharing, also where sequences weigh shared tokens differently.
+
+        logits: [R, N, V], or hidden states [R, N, D] with `head`.
+        head: makes logits [n, V] of hidden states [n, D]. It is called on parts of the tokens, and again in the
+            backward pass, so that the logits of all tokens are never held.
+
+        Returns a list of float32 (float64 for float64) tensors [length - 1].
+
+        Example:
+            >>> import torch
+            >>> from flexmasks import trees
+            >>> batch = trees.pack([[5, 6, 7], [5, 6, 8, 9]])
+            >>> [x.shape[0] for x in batch.logprobs(torch.randn(1, 5, 10))]
+            [2, 3]
+        """
+        self._check("logprobs", logits)
+        children = (self.parents >= 0).flatten().nonzero()[:, 0]
+        starts = torch.arange(len(self.lengths), device=self.tokens.device)[:, None] * self.tokens.shape[1]
+        parents = (self.parents + starts).flatten()[children]
+        targets, states = self.tokens.flatten()[children], logits.flatten(0, 1)
+        if head is None:
+            found = _of_targets(states.index_select(0, parents), targets)
+        else:
+            found = torch.cat(list(_in_parts(states, parents, targets, head)))
+        pairs = found.new_zeros(self.tokens.numel()).index_put((children,), found)
+        of_all = pairs.index_select(0, self._flat).split([len(p) for _, p in self.places])
+        return [x[1:] for x in of_all]
+
+    def _check(self, call: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.shape[:2] != self.tokens.shape:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            wanted = f"a tensor whose first dimensions are {list(self.tokens.shape)}"
+            raise ValueError(f"flexmasks.trees.TreeBatch.{call}: expected {wanted}, got {got}.")
+
+
+def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
+
+
+def _in_parts(states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    def part_of(states: Tensor, parents: Tensor, targets: Tensor) -> Tensor:
+        return _of_targets(head(states.index_select(0, parents)), targets)
+
+    with torch.no_grad():
+        width = head(states[:1]).shape[-1]
+    step = max(1, _AT_ONCE // width)
+    for start in range(0, max(1, len(parents)), step):
+        part = slice(start, start + step)
+        yield checkpoint(part_of, states, parents[part], targets[part], use_reentrant=False)
+
+
+@says_what_to_write()
+def pack(
+    sequences: Sequence[Tokens],
+    *,
+    prompts: Sequence[Tokens] | None = None,
+    max_tokens: int | None = None,
+    min_shared: int = 1,
+    device: torch.device | str | None = None,
+) -> TreeBatch:
+    """Lay sequences of tokens out as trees in which equal beginnings stand once.
+
+    A tree that does not fit into a row is cut, and the prefix of what follows stands again in the next row, which
+    `TreeBatch.repeated` counts. Rows hold whole trees, or are filled to the end, whichever takes fewer tokens.
+
+    Args:
+        sequences: lists or int tensors [length] of tokens that are at least 0, of any lengths but 0.
+        prompts: for each sequence one that stands before it; sequences of a group have equal ones.
+        max_tokens: the most tokens of a row; by default all trees stand in one row.
+        min_shared: the fewest tokens that sequences must share to share them.
+        device: where the batch lives; by default that of the first sequence, or the CPU.
+
+    Raises:
+        ValueError, TypeError: an input does not fit; the message says what to pass.
+
+    Source: Miao et al., SpecInfer, 2024, for attention to trees of tokens; here for training.
+
+    Example:
+        >>> from flexmasks import trees
+        >>> batch = trees.pack([[5, 6, 7], [5, 6, 8, 9], [3]])
+        >>> batch.tokens.tolist(), batch.parents.tolist()
+        ([[3, 5, 6, 7, 8, 9]], [[-1, -1, 1, 2, 2, 4]])
+        >>> batch.position_ids.tolist(), batch.weights.tolist()
+        ([[0, 0, 1, 2, 2, 3]], [[1, 2, 2, 1, 1, 1]])
+    """
+    if device is None:
+        device = next((s.device for s in sequences if isinstance(s, Tensor)), torch.device("cpu"))
+    arrays = _arrays(sequences, prompts)
+    longest = max(map(len, arrays))
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < longest):
+        raise ValueError(
+            f"flexmasks.trees.pack: `max_tokens` must be an int of at least {longest}, the longest sequence, got "
+            f"{max_tokens!r}."
+        )
+    if type(min_shared) is not int or min_shared < 1:
+        raise ValueError(f"flexmasks.trees.pack: `min_shared` must be an int of at least 1, got {min_shared!r}.")
+    # In the order of their bytes, sequences that share a beginning are neighbours, and a prefix stands before the rest.
+    order = sorted(range(len(arrays)), key=[a.astype(">i8").tobytes() for a in arrays].__getitem__)
+    shared = [_shared(arrays[a], arrays[b], min_shared) for a, b in itertools.pairwise(order)]
+    rows, repeated = _rows([len(a) for a in arrays], order, [0, *shared], max_tokens)
+    return _laid_out(arrays, rows, repeated, torch.device(device))
+
+
+def _arrays(sequences: Sequence[Tokens], prompts: Sequence[Tokens] | None) -> list[np.ndarray[Any, Any]]:
+    if prompts is not None and len(prompts) != len(sequences):
+        wanted = f"one for each of the {len(sequences)} sequences"
+        raise ValueError(f"flexmasks.trees.pack: `prompts` must have {wanted}, got {len(prompts)}.")
+    arrays = [_array(s) for s in sequences]
+    if prompts is not None:
+        known: dict[int, np.ndarray[Any, Any]] = {id(p): _array(p) for p in prompts}
+        arrays = [np.concatenate([known[id(p)], a]) for p, a in zip(prompts, arrays, strict=True)]
+    empty = next((n for n, a in enumerate(arrays) if not len(a)), None)
+    if not arrays or empty is not None:
+        what = "at least one sequence" if not arrays else f"no empty sequence; number {empty} is"
+        raise ValueError(f"flexmasks.trees.pack: `sequences` must have {what}.")
+    return arrays
+
+
+def _array(tokens: Tokens) -> np.ndarray[Any, Any]:
+    made = tokens.detach().cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens, dtype=None)
+    if made.ndim != 1 or (made.size and not np.issubdtype(made.dtype, np.integer)):
+        got = f"{made.dtype}{list(made.shape)}"
+        raise TypeError(f"flexmasks.trees.pack: a sequence must be integers [length], got {got}.")
+    if made.size and made.min() < 0:
+        raise ValueError(f"flexmasks.trees.pack: tokens must be at least 0, got {int(made.min())}.")
+    return made.astype(np.int64)
+
+
+def _shared(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], least: int) -> int:
+    n = min(len(a), len(b))
+    differs = (a[:n] != b[:n]).nonzero()[0]
+    count = int(differs[0]) if len(differs) else n
+    return count if count >= least else 0
+
+
+class _Part:
+    """Sequences that stand in one row, each with how many tokens it shares with the one before it."""
+
+    def __init__(self) -> None:
+        self.sequences: list[tuple[int, int]] = []
+        self.size = 0
+
+    def add(self, number: int, shared: int, length: int) -> None:
+        self.sequences.append((number, shared))
+        self.size += length - shared
+
+
+_Row = list[_Part]
+
+
+def _rows(lengths: list[int], order: list[int], shared: list[int], most: int | None) -> tuple[list[_Row], int]:
+    """Return the parts of each row, and how many prefixes are repeated: of two ways the one with fewer tokens in all.
+
+    shared: for each sequence in this order how many tokens it shares with the one before.
+    """
+    ways = [_whole_trees(lengths, order, shared, most), _one_after_the_other(lengths, order, shared, most)]
+    return min(ways, key=lambda way: (len(way[0]) * max(sum(p.size for p in row) for row in way[0]), way[1]))
+
+
+def _whole_trees(lengths: list[int], order: list[int], shared: list[int], most: int | None) -> tuple[list[_Row], int]:
+    """Cut only trees that are larger than a row, and put the largest part first into the first row that has room."""
+    parts: list[_Part] = []
+    repeated = 0
+    for number, count in zip(order, shared, strict=True):
+        is_cut = count > 0 and most is not None and parts[-1].size + lengths[number] - count > most
+        repeated += is_cut
+        if count == 0 or is_cut:
+            parts.append(_Part())
+        parts[-1].add(number, 0 if is_cut else count, lengths[number])
+    if most is None:
+        return [parts], 0
+    rows: list[_Row] = []
+    room: list[int] = []
+    for part in sorted(parts, key=lambda p: -p.size):
+        row = next((n for n, left in enumerate(room) if left >= part.size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(most)
+        rows[row].append(part)
+        room[row] -= part.size
+    return rows, repeated
+
+
+def _one_after_the_other(
+    lengths: list[int], order: list[int], shared: list[int], most: int | None
+) -> tuple[list[_Row], int]:
+    """Fill each row to the end, and cut the tree there."""
+    rows: list[_Row] = [[]]
+    room: float = math.inf if most is None else most
+    repeated = 0
+    for number, count in zip(order, shared, strict=True):
+        is_cut = room < lengths[number] - count
+        if is_cut:
+            rows.append([])
+            room = most or 0
+            repeated += count > 0
+        if count == 0 or is_cut:
+            rows[-1].append(_Part())
+        rows[-1][-1].add(number, 0 if is_cut else count, lengths[number])
+        room -= lengths[number] - (0 if is_cut else count)
+    return rows, repeated
+
+
+def _laid_out(arrays: list[np.ndarray[Any, Any]], rows: list[_Row], repeated: int, device: torch.device) -> TreeBatch:
+    lengths = [sum(part.size for part in row) for row in rows]
+    shape = len(rows), max(lengths)
+    tokens, parents, depths, weights = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    parents -= 1
+    places: list[Any] = [None] * len(arrays)
+    for n, row in enumerate(rows):
+        end = 0
+        for part in row:
+            path = np.zeros(0, dtype=np.int64)
+            for number, count in part.sequences:
+                array = arrays[number]
+                new = np.arange(end, end + len(array) - count)
+                path = np.concatenate([path[:count], new])
+                tokens[n, new], depths[n, new] = array[count:], np.arange(count, len(array))
+                if len(new):
+                    parents[n, new] = path[count - 1 : -1] if count else np.concatenate([[-1], path[:-1]])
+                weights[n, path] += 1
+                places[number] = n, torch.from_numpy(path).to(device)
+                end += len(new)
+    tensors = [torch.from_numpy(x).to(device) for x in (tokens, parents, depths, weights)]
+    return TreeBatch(tensors[0], tensors[1], tensors[2], tensors[3], lengths, places, repeated)
