@@ -17,11 +17,15 @@ from flexmasks.spec.parameters import listed
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
 
+    MasksOrPlan = Masks | HeldPlan
+else:
+    MasksOrPlan = Masks  # the class takes long to import
+
 
 # fmt: off
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -32,7 +36,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -42,7 +46,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Masks | HeldPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
@@ -57,7 +61,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Masks | HeldPlan | None = None,
+    mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,
