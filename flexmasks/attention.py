@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from flexmasks.spec.parameters import listed
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
 
-    MasksOrPlan = Masks | HeldPlan
+    MasksOrPlan: TypeAlias = Masks | HeldPlan
 else:
     MasksOrPlan = Masks  # the class takes long to import
 
