@@ -15,6 +15,6 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         (bottom-right since 2.1); attention-gym causal_mask; Hugging Face causal_mask_function, create_causal_mask and
         the layer type "full_attention" of language models; xformers LowerTriangularMask and
         LowerTriangularFromBottomRightMask; JAX splash CausalMask(offset=q_offset), make_causal_mask; FlashMask Causal
-        Mask; MagiAttention CAUSAL (bottom-right).
+        Mask; MagiAttention CAUSAL (bottom-right); Transformer-XL's memory, by its length as q_offset.
     """
     return kv <= q

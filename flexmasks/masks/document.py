@@ -21,7 +21,7 @@ def document(
     Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;
         FlashMask Document Mask; torchtitan `block_causal`, torchtune packed_block_causal_mask, attention-gym
         generate_packed_causal_doc_mask_mod and FlashMask Causal Document Mask are this and causal; JAX splash
-        segment_ids.
+        segment_ids; windows of Swin and other vision models, by the number of each token's window.
     """
     return at(document_ids, b, q) == at(document_ids, b, kv)
 

@@ -52,7 +52,7 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
 
     Source: Miao et al., SpecInfer, 2024; Cai et al., Medusa, 2024; Li et al., EAGLE, 2024.
     Peers: attention-gym build_tree_ancestor_matrix(parents) and generate_jetspec_tree_causal_mask_mod(start, ...);
-        vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices).
+        vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices); P-EAGLE's drafts.
     """
     place = at(entry, b, q)
     # `kv <= q` follows from the other two conditions. Ranges cannot know that, and with it they find many empty blocks.
