@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexmasks import compat
+from flexmasks.attention import block_mask
 from flexmasks.planning import Plan
 from flexmasks.planning import plan as plan_of
+from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.values import Mask
@@ -50,6 +53,7 @@ class TreeBatch:
     places: list[tuple[int, Tensor]]
     repeated: int = 0
     _flat: Tensor = field(init=False, repr=False)  # the places of all sequences in the flattened rows
+    _plans: dict[int | None, Plan] = field(init=False, repr=False, default_factory=dict)  # by their windows
 
     def __post_init__(self) -> None:
         flat = [row * self.tokens.shape[1] + places for row, places in self.places]
@@ -74,10 +78,22 @@ class TreeBatch:
 
         return self.mask & get_mask(within)
 
-    def plan(self, mask: Mask | None = None, *, heads: int | None = None) -> Plan:
-        """Return the plan of a mask of the batch, `self.mask` by default, for all layers of a step."""
-        rows, length = self.tokens.shape
-        return plan_of(self.mask if mask is None else mask, length, batch=rows, heads=heads)
+    def plan(self, *, window: int | None = None) -> Plan:
+        """Return the plan of the mask, or of that with a window, for all layers of a step. It is made once."""
+        if window not in self._plans:
+            mask = self.mask if window is None else self.sliding_window(window)
+            self._plans[window] = plan_of(mask, self.tokens.shape[1], batch=len(self.tokens))
+        return self._plans[window]
+
+    def block_mask(self) -> TreeBlockMask:
+        """Return the mask as a BlockMask, for models that take one.
+
+        Models of transformers take it as `attention_mask`, with `input_ids=batch.tokens` and
+        `position_ids=batch.position_ids`. With attn_implementation="flexmasks" their layers with windows see these
+        along each path; others, such as "flex_attention", take the mask as it is in all layers.
+        """
+        made = block_mask(self.mask, self.tokens.shape[1], batch=len(self.tokens))
+        return TreeBlockMask.of_batch(made, self)
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Return the batch on a device."""
@@ -131,6 +147,23 @@ class TreeBatch:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             wanted = f"a tensor whose first dimensions are {list(self.tokens.shape)}"
             raise ValueError(f"flexmasks.trees.TreeBatch.{call}: expected {wanted}, got {got}.")
+
+
+class TreeBlockMask(PortableBlockMask):
+    """The BlockMask of a batch of trees, which knows the batch, see `TreeBatch.block_mask`."""
+
+    batch: TreeBatch
+
+    @classmethod
+    def of_batch(cls, made: compat.BlockMask, batch: TreeBatch) -> TreeBlockMask:
+        """Return the block mask with its batch."""
+        known = cls.__new__(cls)
+        vars(known).update(vars(made), batch=batch)
+        return known
+
+    def to(self, device: torch.device | str) -> TreeBlockMask:
+        """Return the block mask, and its batch, on a device."""
+        return TreeBlockMask.of_batch(super().to(device), self.batch.to(device))
 
 
 def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:

@@ -168,8 +168,7 @@ def _check(sequences: list[list[int]], most: int | None, loss: Any, by_parts: bo
     model = _Model()
     parameters = list(model.parameters())
     batch = trees.pack(sequences, max_tokens=most)
-    mask = batch.mask if window is None else batch.sliding_window(window)
-    hidden = model.hidden(batch.tokens, batch.position_ids, batch.plan(mask))
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.plan(window=window))
     logprobs = batch.logprobs(hidden, model.head) if by_parts else batch.logprobs(model.head(hidden))
     want = [model.alone(s, window) for s in sequences]
     for x, y in zip(logprobs, want, strict=True):
@@ -218,3 +217,89 @@ def test_tokens_behind_the_last_reach_nothing() -> None:
     seen = flexmasks.dense_mask(batch.mask, 3)
     for row, count in enumerate(batch.lengths):
         assert not bool(seen[row, 0, :count, count:].any())
+
+
+# --- models of transformers ---
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "flexmasks",
+}  # fmt: skip
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Mistral": ("MistralForCausalLM", {"sliding_window": 3}),
+    "Gemma3": (
+        "Gemma3ForCausalLM",
+        {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "GptOss": (
+        "GptOssForCausalLM",
+        {"head_dim": 8, "sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+def _transformer(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from flexmasks.integrations import huggingface
+
+    huggingface.register()
+    torch.manual_seed(1)
+    name, more = _KINDS[kind]
+    model_class = getattr(transformers, name)
+    model = model_class._from_config(model_class.config_class(**{**_SMALL, **more}))
+    return model if kind == "GptOss" else model.double()  # its experts take no float64
+
+
+_TREES = [[[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 9], [1, 2, 3, 4, 5, 6]], [[3, 3, 3, 1], [3, 3, 2, 2, 2, 2, 2]]]
+
+
+def _of_sequences(model: Any, sequences: list[list[int]]) -> list[Tensor]:
+    found = []
+    for s in sequences:
+        logits = model(torch.tensor([s]), use_cache=False).logits[0]
+        found.append(logits.log_softmax(-1)[:-1].gather(1, torch.tensor(s)[1:, None])[:, 0])
+    return found
+
+
+def _of_trees(model: Any, batch: trees.TreeBatch) -> list[Tensor]:
+    arguments = {"position_ids": batch.position_ids, "attention_mask": batch.block_mask(), "use_cache": False}
+    return batch.logprobs(model(batch.tokens, **arguments).logits)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_models_of_transformers(kind: str, checkpoints: bool) -> None:
+    """Log-probabilities and gradients, with windows along each path, sinks, and activation checkpoints."""
+    model = _transformer(kind).train()
+    if checkpoints:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    tolerance = 1e-10 if model.dtype == torch.float64 else 1e-5
+    for sequences in _TREES:
+        got, want = _of_trees(model, trees.pack(sequences, max_tokens=10)), _of_sequences(model, sequences)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
+        losses = [-_policy(found) for found in (got, want)]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads = [torch.autograd.grad(x, parameters, allow_unused=True, materialize_grads=True) for x in losses]
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)  # its norms compute in float32
+
+
+def test_new_trees_compile_nothing() -> None:
+    """A compiled model of transformers takes another batch of the same sizes in the same graph."""
+    model = _transformer("Gemma3").eval()
+    compiled = torch.compile(model, backend="aot_eager")
+    first = [[1, 2, 3, 4], [1, 2, 5], [1, 6]]
+    with torch.no_grad():
+        _of_trees(compiled, trees.pack(first))
+        torch._dynamo.config.error_on_recompile = True
+        try:
+            for sequences in ([[4, 2, 3, 4], [4, 2, 5], [4, 6]], [[4, 2, 3], [4, 2, 5], [4, 2, 1, 1]]):
+                batch = trees.pack(sequences)
+                assert batch.tokens.shape == (1, 6)
+                for x, y in zip(_of_trees(compiled, batch), _of_sequences(model, sequences), strict=True):
+                    torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+        finally:
+            torch._dynamo.config.error_on_recompile = False

@@ -20,6 +20,7 @@ from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.masks.packed import packed
 from flexmasks.spec import Mask, get_mask, get_score
+from flexmasks.trees import TreeBlockMask
 
 _DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
 
@@ -194,6 +195,9 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         if key.shape[2] == kv_length and layer.position_bias is None and not compat.is_compiling():
             return mask.plan, None, None
         return mask.mask, mask.q_offset, None
+    if isinstance(mask, TreeBlockMask) and key.shape[2] == mask.batch.tokens.shape[1]:
+        window = layer.sliding_window
+        return mask.batch.plan(window=None if window is None else window - 1), None, None
     if isinstance(mask, compat.BlockMask):
         return mask, 0, None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
