@@ -115,8 +115,9 @@ def attention(
             there.
             The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
-            flexmasks where it is loaded. One for a fixed length that was exported under torch.no_grad, or on a GPU,
-            holds torch's flex_attention, which torch compiles but does not save.
+            flexmasks where it is loaded. One for a fixed length that was exported on a GPU, or where no gradient was
+            wanted, holds torch's flex_attention, which torch compiles but does not save: let an input or a parameter
+            require a gradient, or make the length dynamic, to save it.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or floats that are
             added, of the shapes of booleans for a mask, with a gradient if they learn; or a list of these, applied in
             order.

@@ -57,7 +57,7 @@ from flexmasks.plans.traced import (
     size_of,
     without_traced,
 )
-from flexmasks.plans.traced_alignment import aligned_traced
+from flexmasks.plans.traced_alignment import aligned_traced, in_graph_offset
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data
@@ -100,7 +100,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     if request.block_mask is None:
         of_mask: tuple[Any, ...] = data, q_offset, None, ()
     else:
-        of_mask = _data_of_block_mask(request.block_mask, q.device)
+        of_mask = _data_of_block_mask(request.block_mask, q)
     facts = _facts_of(q, k, v, request, score)
     scale = compat.constants(request.scale)
     arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
@@ -318,7 +318,7 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
-def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, ...]:
+def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> tuple[Any, ...]:
     """Return the mask of given blocks as data, or `UNKNOWN`; where its queries start, the size of the blocks, and the
     batch size and number of heads that it sees.
     """
@@ -328,7 +328,8 @@ def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> t
         return (_BITS, source.words, source.table), 0, size, ()
     if source is None or not is_readable(source.mask):
         return UNKNOWN, 0, size, ()
-    return data_of(source.mask, device), source.q_offset, size, compat.constants((source.batch, source.heads))
+    offset = in_graph_offset(source.q_offset, q)
+    return data_of(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads))
 
 
 # --- the choice of a backend ---

@@ -17,6 +17,16 @@ from flexmasks.spec.parameters import Size
 _BACKENDS_OF_TORCH = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
+@compat.constant_in_graphs
+def _unknown_options(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a name that is no option of torch's kernels, and the options; nothing if all names are."""
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    known = {*FlexKernelOptions.__annotations__, "SPLIT_KV"}
+    wrong = [n for n in names if not isinstance(n, str) or n.removeprefix("fwd_").removeprefix("bwd_") not in known]
+    return (str(wrong[0]), *sorted(known)) if wrong else ()
+
+
 class Request(NamedTuple):
     """The arguments of `attention` other than q, k and v."""
 
@@ -47,6 +57,9 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
         fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
     if kernel_options is not None and not isinstance(kernel_options, dict):
         fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+    unknown = _unknown_options(tuple(kernel_options or ()))
+    if unknown:
+        fail(f"`kernel_options` has no option {unknown[0]!r}; torch knows {', '.join(unknown[1:])}.")
     if (kernel_options or {}).get("BACKEND", "AUTO") not in _BACKENDS_OF_TORCH:
         known = ", ".join(map(repr, _BACKENDS_OF_TORCH))
         fail(f"`kernel_options`: BACKEND must be one of {known}, got {(kernel_options or {})['BACKEND']!r}.")

@@ -302,6 +302,11 @@ def test_errors() -> None:
         ValueError, match="BACKEND must be one of 'AUTO', 'TRITON', 'FLASH', 'TRITON_DECODE', got 'TRITN'"
     ):
         flex.flex_attention(q, k, v, kernel_options={"BACKEND": "TRITN"})
+    with pytest.raises(ValueError, match="`kernel_options` has no option 'BLOK_M'; torch knows BACKEND, "):
+        flex.flex_attention(q, k, v, kernel_options={"BLOK_M": 64})
+    made = flex.create_block_mask(_masks()["causal"], None, None, S, S, "cpu", 32)
+    with pytest.raises(ValueError, match=r"must have lists \[B, H, rows, columns\].*index a BlockMask with slices"):
+        flex.flex_attention(q, k, v, block_mask=made[:, :, torch.tensor(1)])
     with pytest.raises(ValueError, match="batch size"):
         flex.flex_attention(q, k[:1], v)
     with pytest.raises(ValueError, match="block_mask"):

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -865,6 +866,35 @@ def test_functions_that_only_torch_can_read(caplog: pytest.LogCaptureFixture) ->
         torch.testing.assert_close(out, want)
     assert "make a Mask of it outside the compiled function, with flexmasks.get_mask(function)" in caplog.text
     assert "combine masks with `&`, `|` and `~` instead" in caplog.text
+
+
+_SPAN: Any = None
+_FIRST_KEY: Any = 7
+
+
+def test_variables_that_get_another_kind_of_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mask knows where its variables are, and in which order, by the kinds of values that they held."""
+    reading = flexmasks.get_mask(lambda b, h, q, kv: ((q - kv).abs() < _SPAN) & (q * 0 + kv >= _FIRST_KEY[0]))
+    made = flexmasks.get_mask(lambda b, h, q, kv: (q - kv).abs() < _SPAN)
+    q, k, v = leaves()
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
+    for span in (3, 9, torch.tensor(5)):
+        monkeypatch.setattr(sys.modules[__name__], "_SPAN", span)
+        torch.testing.assert_close(compiled(q, k, v, mask=made), flexmasks.attention(q, k, v, mask=made))
+    monkeypatch.setattr(sys.modules[__name__], "_FIRST_KEY", torch.tensor([2]))
+    torch.testing.assert_close(compiled(q, k, v, mask=reading), flexmasks.attention(q, k, v, mask=reading))
+
+
+@pytest.mark.parametrize("q_offset", [0, 5])
+def test_block_masks_of_any_length(q_offset: int) -> None:
+    """dynamic=True makes numbers of objects symbolic, such as where the queries of a block mask start."""
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (40, 56):
+        q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
+        q = q[:, :, : length - q_offset]
+        made = flexmasks.block_mask("causal", length - q_offset, length, q_offset=q_offset)
+        want = flexmasks.attention(q, k, v, mask="causal", q_offset=q_offset)
+        torch.testing.assert_close(compiled(q, k, v, block_mask=made), want)
 
 
 # --- FlashAttention 4, with its kernels replaced by plain torch ---

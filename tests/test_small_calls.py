@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
 from flexmasks.backends import flex_kernels, short_cpu
@@ -150,3 +151,16 @@ def test_scores_that_add_compile_nothing_and_others_do():
     explain = lambda score: flexmasks.explain(q, k, v, mask="causal", score=score)  # noqa: E731
     assert explain("alibi").backend == "short"
     assert explain(flexmasks.get_score("softcap", cap=5.0)).backend == "flex"
+
+
+def test_given_blocks_are_honored_pair_by_pair() -> None:
+    """Blocks of torch's, and lists that were edited: what a full block shows, the function does not decide."""
+    q, k, v = torch.randn(3, 2, 4, 200, 16)
+    made = create_block_mask(lambda b, h, q, kv: q >= kv + 3 * h, None, 4, 200, 200, "cpu", 64)
+    made.full_kv_num_blocks[:, 0, 2] = 1  # of the third row of a head only the first full block
+    visible = create_mask(lambda b, h, q, kv: q >= kv + 3 * h, 1, 4, 200, 200, "cpu")
+    visible[:, 0, 128:192, 64:128] = False
+    out = flexmasks.attention(q, k, v, block_mask=made)
+    assert flexmasks.explain(q, k, v, block_mask=made).backend == "short"
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=visible).nan_to_num(0.0)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)

@@ -21,8 +21,8 @@ def refuses(call: Call) -> str | None:
         return f"it does not run on {device}"
     if call.is_traced:
         return "torch.compile does not trace it"
-    if call.mask.is_given:
-        return "it takes a mask, not blocks"
+    if call.mask.is_given and device in _ON_GPU:
+        return "on a GPU it takes a mask, not blocks"
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
     reason = short_gpu.refuses(call) if device in _ON_GPU else short_cpu.refuses(call)

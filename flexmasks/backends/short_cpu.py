@@ -19,8 +19,9 @@ from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
 from flexmasks.backends.short_call import ShortCall
 from flexmasks.cache import FACT, KINDS, Part
-from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.whole import visible_in
 
 MAX_LENGTH = 1024  # of queries, and of keys
 _MAX_MASK = 1 << 24  # elements
@@ -78,7 +79,10 @@ class CpuShort(ShortCall):
 
     @classmethod
     def of(cls, call: Call) -> CpuShort:
-        visible = cast(MaskPlan, call.mask).whole.visible
+        if isinstance(call.mask, GivenPlan):
+            visible = visible_in(call.mask.blocks().block_mask, *call.q.shape[:2])
+        else:
+            visible = cast(MaskPlan, call.mask).whole.visible
         bias = None if call.score is None else cast(ScorePlan, call.score).added
         numbers = torch.zeros(()) if bias is None else bias.product()
         groups = call.q.shape[1] // call.k.shape[1]

@@ -13,7 +13,11 @@ def _prepare(
         Tensor, "bool[N, KV] | bool[B, H, N, KV] | bool[B, 1, N, KV] | bool[1, H, N, KV] | bool[1, 1, N, KV]"
     ],
 ) -> dict[str, Any]:
-    return {"visible": visible, "first": first_row("visible", visible.shape[-2], size)}
+    try:
+        first = first_row("visible", visible.shape[-2], size)
+    except ValueError as error:
+        raise ValueError(f"{error} Padding [batch, keys] is mask='key_padding', attention_mask=...") from None
+    return {"visible": visible, "first": first}
 
 
 def _example(length: int) -> dict[str, Any]:

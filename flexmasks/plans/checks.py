@@ -94,7 +94,7 @@ def check_cache(
         wrong("q, k_cache and v_cache must be on one device")
     if q.shape[-1] != k_cache.shape[3]:
         wrong("q and k_cache must have one head size D")
-    _check_groups(wrong, q.shape[1], k_cache.shape[2])
+    _check_groups(wrong, q.shape[1], k_cache.shape[2], "; pages [n_pages, Hkv, page_size, D] need .transpose(1, 2)")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         has_gaps = len(x) > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
         if has_gaps or x.stride(3) != 1:
@@ -132,9 +132,9 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
             wrong(f"`{name}` is empty; the heads, the head size and the pages must be at least 1")
 
 
-def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int) -> None:
+def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int, advice: str = _LAYOUT) -> None:
     if heads % kv_heads:
-        wrong("the number of query heads must be a multiple of the number of key heads" + _LAYOUT)
+        wrong("the number of query heads must be a multiple of the number of key heads" + advice)
 
 
 def check_scale(scale: Any) -> None:
@@ -248,6 +248,9 @@ def check_block_mask(block_mask: Any, size: Size) -> None:
     """Check that a BlockMask was made for the sizes of a call."""
     if not isinstance(block_mask, compat.BlockMask):
         fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
+    if block_mask.kv_indices.ndim != 4:
+        shape = list(block_mask.kv_indices.shape)
+        fail(f"`block_mask` must have lists [B, H, rows, columns], got {shape}; index a BlockMask with slices.")
     made_for = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
     fits = made_for[0] in (1, size.batch) and made_for[1] in (1, size.heads)
     if not fits or made_for[2:] != (size.q_len, size.kv_len):

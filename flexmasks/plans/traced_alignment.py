@@ -33,11 +33,16 @@ def aligned_traced(
         if not is_known and may_differ(q_len, kv_len):
             unsaid(ATTENTION, q_len, kv_len)
         return 0
-    if isinstance(q_offset, int):
-        if compat.has_static_value(q_offset):
-            return cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
-        return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
-    return cast(Tensor, q_offset)
+    return in_graph_offset(cast(Offset, q_offset), q)
+
+
+def in_graph_offset(q_offset: Offset, q: Tensor) -> Offset:
+    """Return where queries start, as graphs take it; a symbolic number other than 0 becomes a tensor."""
+    if isinstance(q_offset, Tensor):
+        return q_offset
+    if compat.has_static_value(q_offset) or q_offset == 0:
+        return int(compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
+    return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
 
 
 @in_graph

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexmasks import compat
+from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import Line, spans_of
 from flexmasks.plans.bounds import MaskKind
@@ -87,6 +90,20 @@ def _visible_of(kind: MaskKind) -> Tensor:
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
     return boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
+
+
+def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
+    """Return the pairs that given blocks show: all of full ones, and of partial ones those that the function shows.
+
+    batch, heads: of the call. The result is bool [batch or 1, heads or 1, Q, KV].
+    """
+    q_len, kv_len = block_mask.seq_lengths
+    height, width = block_mask.BLOCK_SIZE
+    partial, full = (
+        x.repeat_interleave(height, 2)[:, :, :q_len].repeat_interleave(width, 3)[..., :kv_len]
+        for x in of_block_mask(block_mask)
+    )
+    return full | (partial & materialize(block_mask.mask_mod, batch, heads, q_len, kv_len, partial.device))
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:

@@ -14,7 +14,7 @@ from flexmasks import compat
 from flexmasks.graphs import Flat, text_of
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.structure import Opaque
-from flexmasks.spec.templates import made, noted, read, reads_of
+from flexmasks.spec.templates import made, noted, read, reads_of, text_of_reads
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _MAKE_IT_OUTSIDE = (
@@ -79,7 +79,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     if reads is None and not isinstance(function, types.FunctionType):
         _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
     if reads is not None:
-        name, captured = f"{_noted(*definition.functions)}", read(reads)
+        name, captured = f"{_noted(definition.ways, *definition.functions)}", read(reads)
     elif function.__code__.co_freevars:  # not a Mask made outside
         _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
     else:
@@ -90,7 +90,10 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
 
 
 @compat.constant_in_graphs
-def _noted(*functions: Any) -> str:
+def _noted(ways: str, *functions: Any) -> str:
+    reads = reads_of(*functions)
+    if isinstance(reads, str) or text_of_reads(reads) != ways:
+        return f"{_PROBLEM}variables that hold another kind of value than when the Mask was made"
     try:
         return noted(*functions)
     except Opaque as problem:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.templates import Read, reads_of
+from flexmasks.spec.templates import Read, reads_of, text_of_reads
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
@@ -40,6 +40,7 @@ class Definition:
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "
     reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
+    ways: str = ""  # the reads as a text
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
     own: bool = field(init=False)
 
@@ -66,7 +67,8 @@ class Definition:
         """The definition with ways to what its functions captured, which a user's torch.compile needs."""
         if self.reads is not None or self.own or compat.is_compiling():
             return self
-        return replace(self, reads=reads_of(*self.functions))
+        reads = reads_of(*self.functions)
+        return replace(self, reads=reads, ways="" if isinstance(reads, str) else text_of_reads(reads))
 
     @property
     def doc(self) -> str:
@@ -129,7 +131,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
 def hint_for(kind: str, value: Any) -> str:
     """The end of a sentence that says what to write instead of a value."""
     if isinstance(value, compat.BlockMask):
-        return "; pass it as `block_mask=`, or to torch's flex_attention"
+        return "; pass it as `block_mask=`, or to torch's flex_attention; print(block_mask) draws it"
     if isinstance(value, Tensor) or is_array(value):
         return f"; {advice_on_tensor(kind, value)}"
     if isinstance(value, types.ModuleType):

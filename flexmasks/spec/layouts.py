@@ -78,7 +78,10 @@ def size_inside_sequences(
     kv_lengths = lengths if kv_offsets is None else kv_offsets.long().diff()
     ends = torch.stack([lengths.max(), kv_lengths.max(), (lengths + q_start).max()])
     q_len, kv_len, positions = ends.tolist()  # positions: the most that the queries of a sequence reach
-    if not 0 <= positions <= _MAX_POSITION:
+    if positions < 0:
+        shown = ", ".join(map(str, offsets[:4].tolist()))
+        raise ValueError(f"`offsets` must rise from 0, as [0, 30, 50] for sequences of 30 and 20 tokens, got {shown}.")
+    if positions > _MAX_POSITION:
         raise ValueError(f"positions must be at most 2**30, but `q_start` and the lengths give {positions}.")
     if max_length is None:
         return replace(size, batch=sequences, q_len=q_len, kv_len=kv_len, q_offset=positions - q_len)

@@ -52,6 +52,11 @@ def reads_of(*functions: Any) -> tuple[Read, ...] | str:
     return tuple([_way(walk, place, id(functions)) for place in places if place is not None])
 
 
+def text_of_reads(reads: Sequence[Read]) -> str:
+    """Return a text that is equal for equal ways in the same functions."""
+    return repr([(r.source and r.source.__code__.co_names + r.source.__code__.co_freevars, r.steps) for r in reads])
+
+
 def _way(walk: Walk, place: Place, root: int) -> Read:
     """Return the way to a place, from the innermost function that holds it, or from what the root holds."""
     steps: list[tuple[str, Any]] = []
