@@ -19,6 +19,7 @@ _FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio, for a multi
 _BITS_OF_HASH = 54  # of 64, which the shift drops: 2**10 buckets are left
 _FEW = 8  # undecided blocks for each row and column that are left to a look at their elements
 _AT_ONCE = 1 << 18
+_SAMPLE, _MOSTLY = 1 << 14, 0.9  # of so many places this share has common integers, where the others are not looked at
 
 
 class Members(NamedTuple):
@@ -59,7 +60,13 @@ def without_strangers(certain: Tensor, possible: Tensor, x: Members | None, y: M
     flat = possible.view(-1)
     undecided = (possible & ~certain).view(-1).nonzero()[:, 0]
     of_rows, of_columns = rows.words(possible.device), columns.words(possible.device)
+
+    def share(places: Tensor) -> Tensor:
+        return (of_rows[places // len(of_columns)] & of_columns[places % len(of_columns)]).any(-1)
+
+    spread = undecided[:: -(-len(undecided) // _SAMPLE)]
+    if int(share(spread).count_nonzero()) > len(spread) * _MOSTLY:
+        return possible
     for places in undecided.split(_AT_ONCE):
-        shared = of_rows[places // len(of_columns)] & of_columns[places % len(of_columns)]
-        flat[places] = shared.any(-1)
+        flat[places] = share(places)
     return possible
