@@ -33,8 +33,7 @@ from torch.nn.attention.flex_attention import or_masks as or_masks
 from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _exact_block_mask
 from flexmasks.backends.greatest import greatest_scores
-from flexmasks.blocks.lists import in_full_width
-from flexmasks.plans.data import lists_of
+from flexmasks.blocks.lists import in_full_width, lists_of
 from flexmasks.plans.portable import made_like
 
 __all__ = [

@@ -40,12 +40,12 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, data_of_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import as_kernels_read, of_block_mask
+from flexmasks.blocks.lists import as_kernels_read, lists_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.data import lists_of, reading_bits
+from flexmasks.plans.data import reading_bits
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for

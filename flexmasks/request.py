@@ -57,7 +57,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
         fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
     if kernel_options is not None and not isinstance(kernel_options, dict):
         fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
-    unknown = _unknown_options(tuple(kernel_options or ()))
+    unknown = _unknown_options(tuple(kernel_options)) if kernel_options else ()
     if unknown:
         fail(f"`kernel_options` has no option {unknown[0]!r}; torch knows {', '.join(unknown[1:])}.")
     if (kernel_options or {}).get("BACKEND", "AUTO") not in _BACKENDS_OF_TORCH:

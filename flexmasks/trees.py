@@ -11,14 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexmasks import compat
 from flexmasks.attention import block_mask
 from flexmasks.planning import Plan
 from flexmasks.planning import plan as plan_of
@@ -93,7 +92,7 @@ class TreeBatch:
         along each path; others, such as "flex_attention", take the mask as it is in all layers.
         """
         made = block_mask(self.mask, self.tokens.shape[1], batch=len(self.tokens))
-        return TreeBlockMask.of_batch(made, self)
+        return TreeBlockMask.of_batch(cast(PortableBlockMask, made), self)
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Return the batch on a device."""
@@ -155,10 +154,10 @@ class TreeBlockMask(PortableBlockMask):
     batch: TreeBatch
 
     @classmethod
-    def of_batch(cls, made: compat.BlockMask, batch: TreeBatch) -> TreeBlockMask:
+    def of_batch(cls, made: PortableBlockMask, batch: TreeBatch) -> TreeBlockMask:
         """Return the block mask with its batch."""
-        known = cls.__new__(cls)
-        vars(known).update(vars(made), batch=batch)
+        known = cls.of(made, made.source)
+        known.batch = batch
         return known
 
     def to(self, device: torch.device | str) -> TreeBlockMask:

@@ -31,7 +31,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.flex_kernels import COMPILED, OUT_OF_RESOURCE, NeedsData, Runner, shapes_of
 from flexmasks.backends.kernel_tiles import chosen_tiles
-from flexmasks.plans.data import lists_of
+from flexmasks.blocks.lists import lists_of
 from flexmasks.spec.structure import Opaque, flatten
 
 _log = logging.getLogger("flexmasks")

@@ -230,9 +230,7 @@ class Blocks:
 
     def __str__(self) -> str:
         rows, columns = self._block_size
-        bounds = self.bounds
-        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
-        skipped = _interval(bounds.sparsity, "{:.1%}".format)
+        empty, partial, full, skipped = self._in_words()
         lines = [
             f"blocks of {rows} x {columns}: {self.total}, of which empty {empty}, partial {partial}, full {full}; "
             f"skipped: {skipped}"
@@ -247,11 +245,14 @@ class Blocks:
 
     def __repr__(self) -> str:
         height, width = self._block_size
-        bounds = self.bounds
-        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
-        skipped = _interval(bounds.sparsity, "{:.1%}".format)
+        empty, partial, full, skipped = self._in_words()
         counts = f"{self.total} of {height} x {width}, {empty} empty, {partial} partial, {full} full"
         return f"Blocks({counts}; {skipped} of the pairs skipped)"
+
+    def _in_words(self) -> tuple[str, str, str, str]:
+        bounds = self.bounds
+        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
+        return empty, partial, full, _interval(bounds.sparsity, "{:.1%}".format)
 
     @property
     def _block_size(self) -> tuple[int, int]:

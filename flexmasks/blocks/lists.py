@@ -48,7 +48,7 @@ def as_kernels_read(block_mask: compat.BlockMask) -> compat.BlockMask:
     """
     if not block_mask.kv_indices.is_cuda:
         return in_full_width(block_mask)
-    tensors = _lists_of(block_mask)
+    tensors = lists_of(block_mask)
     if all(x is None or x.is_contiguous() for x in tensors):
         return block_mask
     lists = [None if x is None else x.contiguous() for x in tensors]
@@ -56,9 +56,13 @@ def as_kernels_read(block_mask: compat.BlockMask) -> compat.BlockMask:
     return compat.BlockMask(*arguments)
 
 
-def _lists_of(block_mask: compat.BlockMask) -> list[Tensor | None]:
-    names = [f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices")]
-    return [getattr(block_mask, name) for name in names]
+def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
+    """The lists of a BlockMask, in the order of its arguments."""
+    b = block_mask
+    return (
+        b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
+        b.q_num_blocks, b.q_indices, b.full_q_num_blocks, b.full_q_indices,
+    )  # fmt: skip
 
 
 def in_full_width(block_mask: compat.BlockMask) -> compat.BlockMask:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
 from flexmasks.blocks.elements import coordinates_of, places_of
-from flexmasks.blocks.lists import grid, in_use
+from flexmasks.blocks.lists import grid, in_use, lists_of
 from flexmasks.spec.indexing import bounded
 
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
@@ -93,15 +93,6 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in lists_of(block_mask)]
     return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
-
-
-def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
-    """Return the lists of a BlockMask, in the order of its arguments."""
-    b = block_mask
-    return (
-        b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
-        b.q_num_blocks, b.q_indices, b.full_q_num_blocks, b.full_q_indices,
-    )  # fmt: skip
 
 
 def next_power_of_2(n: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, can_be_bits
-from flexmasks.blocks.lists import grid, of_block_mask
+from flexmasks.blocks.lists import grid, lists_of, of_block_mask
 from flexmasks.plans.checks import INT_DTYPES
-from flexmasks.plans.data import lists_of, reading_bits
+from flexmasks.plans.data import reading_bits
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import MAX_POSITIONS, sized
@@ -82,7 +82,7 @@ class PortableBlockMask(BlockMask):
     source: OfMask | OfData
 
     @classmethod
-    def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> PortableBlockMask:
+    def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> Self:
         """Return a BlockMask together with the source of its function."""
         made = cls.__new__(cls)
         vars(made).update(vars(block_mask), source=source)
@@ -103,7 +103,7 @@ class PortableBlockMask(BlockMask):
         return (partial | full).int()
 
     def __copy__(self) -> PortableBlockMask:
-        return PortableBlockMask.of(self, self.source)
+        return self.of(self, self.source)
 
     def __reduce__(self) -> Any:
         lists, state = lists_of(self), self.source.state()
