@@ -414,6 +414,7 @@ def test_a_compiled_create_block_mask(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("queries", [1, S])
 def test_keys_in_few_bits_on_a_gpu(dtype: torch.dtype, queries: int) -> None:
+    torch._dynamo.reset()
     q, k, v = (x.detach() for x in _qkv(2, "cuda", torch.bfloat16))
     q, k, v = q[:, :, :queries], k.to(dtype), v.to(dtype)
     scale = torch.tensor([0.5, 2.0, 1.0, 3.0], device="cuda")
@@ -427,6 +428,7 @@ def test_keys_in_few_bits_on_a_gpu(dtype: torch.dtype, queries: int) -> None:
 @pytest.mark.parametrize("name", _masks())
 def test_masks_on_a_gpu(name: str) -> None:
     """Eager and compiled, with gradients, lse and greatest scores; k and v of one batch element."""
+    torch._dynamo.reset()
     mask, (q, k, v) = _masks("cuda")[name], _qkv(2, "cuda", torch.bfloat16)
     k, v = (x[:1].detach().requires_grad_() for x in (k, v))
     visible = of_torch.create_mask(mask, B, H, S, S, "cuda")
@@ -458,6 +460,7 @@ def test_masks_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", _scores())
 def test_scores_on_a_gpu(name: str) -> None:
+    torch._dynamo.reset()
     score_mod, (q, k, v) = _scores("cuda")[name], _qkv(H, "cuda", torch.bfloat16)
     for call in (flex.flex_attention, torch.compile(flex.flex_attention, fullgraph=True)):
         out, (want, *_) = call(q, k, v, score_mod), _formula(q, k, v, score_mod, None)

@@ -382,7 +382,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal"},
     "causal, scale": {"mask": "causal", "scale": 0.05},
     "fewer keys": {"mask": "full", "kv_len": 170},
-    "more keys, causal": {"mask": "causal", "kv_len": 450},
+    "more keys, causal": {"mask": "causal", "kv_len": 450, "q_offset": 0},
     "more keys, causal at the end": {"mask": "causal", "kv_len": 450, "q_offset": 150},
     "sliding window": {"mask": "sliding_window", "window": 70},
     "itself alone": {"mask": "sliding_window", "window": 0},
