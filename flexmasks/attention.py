@@ -29,8 +29,8 @@ def attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
-    **params: Any,
+    return_lse: Literal[False] = False, return_max: Literal[False] = False, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
 
@@ -40,7 +40,8 @@ def attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
-    return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+    return_lse: Literal[True], return_max: Literal[False] = False, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -50,8 +51,20 @@ def attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
-    return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+    return_lse: bool, return_max: Literal[False] = False, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False, return_max: Literal[True], backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> tuple[Tensor, ...]: ...
 # fmt: on
 
 
@@ -69,10 +82,11 @@ def attention(
     layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute exact, differentiable attention under a mask, on the fastest possible backend.
 
     The result is softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees
@@ -141,6 +155,9 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
+        return_max: also return the greatest score of each row, [B, H, Q], float32 (float64 for float64), -inf for a row
+            that sees nothing, without a gradient, as QK-clip needs it (Kimi K2, 2025). The scores are computed once
+            more for it. Not for jagged inputs and DTensors, and inside torch.compile `flexmasks.flex` has it.
         backend: "auto" to choose a backend, or the name of one: "fa4" (FlashAttention 4), "decode" (few queries),
             "sdpa", "flex" (torch's compiled flex_attention), "flex_flash" (the same by FlashAttention 4: "flex" with
             torch's kernel_options={"BACKEND": "FLASH"}), "short" (the whole mask as a tensor) or "reference". A named
@@ -153,10 +170,10 @@ def attention(
             where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
-        The output, [B, H, Q, Dv] in q's dtype, or (output, lse). B, Q and KV may be 0: without keys, the output is 0
-        and the lse -inf. Tensors on the meta device or of a FakeTensorMode give outputs without data. Under
-        torch.autocast q, k and v are first cast to its dtype, as for torch's scaled_dot_product_attention. Jagged
-        inputs give jagged outputs.
+        The output, [B, H, Q, Dv] in q's dtype, or a tuple of it and what is asked for, lse first. B, Q
+        and KV may be 0: without keys, the output is 0 and the lse -inf. Tensors on the meta device or of a
+        FakeTensorMode give outputs without data. Under torch.autocast q, k and v are first cast to its dtype, as for
+        torch's scaled_dot_product_attention. Jagged inputs give jagged outputs.
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
@@ -190,9 +207,14 @@ def attention(
         kernel_options,
     )  # fmt: skip
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
+    if return_max and is_sharded:
+        raise TypeError("flexmasks.attention: `return_max` takes no DTensors.")
     run: Any = later.sharded.run if is_sharded else later.calls.run
     out, lse = run(q, k, v, request)
     out = out.transpose(1, 2) if layout == "bshd" else out
+    if return_max:
+        greatest = later.calls.greatest(q, k, v, request)
+        return (out, lse, greatest) if return_lse else (out, greatest)
     return (out, lse) if return_lse else out
 
 

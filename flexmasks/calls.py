@@ -31,6 +31,7 @@ from flexmasks.planned import (
     Planned,
     Sinks,
     as_nested,
+    greatest_of,
     laid_end_to_end,
     plan_call,
     run_first_time,
@@ -201,6 +202,12 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS and not q.is_nested:
         request = request._replace(q_offset=0) if q.shape[2] == k.shape[2] else request
     return _run_given(q, k, v, request, key_and_tensors(q, k, v, sinks_of(request)[1]))
+
+
+def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    """Return the greatest score of each query of a call, [B, H, Q]."""
+    k, v = _for_each_batch_element(q, k, v)
+    return greatest_of(q, k, v, unwrapped(q, k, request))
 
 
 def _run_given(

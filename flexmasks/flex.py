@@ -13,7 +13,6 @@ torch's own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _exact_block_mask
-from flexmasks.backends.greatest import greatest_scores
+from flexmasks.backends.greatest import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
 from flexmasks.plans.portable import made_like
 
@@ -88,7 +87,7 @@ def flex_attention(
         counts = f"query has {query.shape[1]} heads, key {key.shape[1]}"
         raise ValueError(f"flexmasks.flex.flex_attention: {counts}; pass enable_gqa=True.")
     if return_aux is not None and return_aux.max_scores and query.is_cuda:  # torch's kernel has them at no cost
-        by_torch: Any = _torch_flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        by_torch: Any = _torch_flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return by_torch(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options=kernel_options,
             return_aux=return_aux,
@@ -101,16 +100,8 @@ def flex_attention(
     if return_aux is None:
         return result
     out, lse = result if wants_lse else (result, None)
-    most = None
-    if return_aux.max_scores:
-        mask_mod = noop_mask if block_mask is None else block_mask.mask_mod
-        most = greatest_scores(query, key, score_mod, mask_mod, scale)
+    most = greatest_scores(query, key, score_mod, block_mask, scale) if return_aux.max_scores else None
     return out, AuxOutput(lse=lse, max_scores=most)
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(_torch_flex_attention)
 
 
 def create_block_mask(

@@ -6,6 +6,7 @@ Calls under autocast, with jagged tensors and with sinks become plain calls here
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.greatest import greatest_scores
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read
 from flexmasks.kernels.sinks import with_sinks
@@ -93,6 +95,25 @@ def run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
             value.checked(size)
     out, lse = attend_nothing(q, k, v, learned_by(values[1]))
     return out, lse if request.return_lse else None
+
+
+def greatest_of(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    """Return the greatest score of each query of a call, see `attention`."""
+    if compat.is_compiling():
+        fail(
+            "`return_max` is not for a call inside torch.compile; there, use flexmasks.flex.flex_attention with "
+            "return_aux=AuxRequest(max_scores=True).",
+            RuntimeError,
+        )
+    if any_nested(q, k, v):
+        fail("`return_max` takes no jagged tensors; pass padded ones, with a mask of their lengths.", TypeError)
+    with under_autocast(q, k, v) as (q, k, v):
+        if computes_nothing(q, k, v):
+            precise = torch.promote_types(q.dtype, torch.float32)
+            return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
+        call = plan_call(q, k, v, request).call
+        score_mod = None if call.score is None else call.score.mod()
+        return greatest_scores(q, k, score_mod, call.mask.blocks().block_mask, call.scale)
 
 
 def learned_by(score: Score | None) -> list[Tensor]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
+import flexmasks
 from flexmasks import flex
 
 B, H, S, D = 2, 4, 160, 32
@@ -405,6 +406,53 @@ def test_a_compiled_create_block_mask(name: str) -> None:
     assert _error(flex.flex_attention(q, k, v, block_mask=made), _formula(q, k, v, None, visible)[0]) < 2e-5
     computed, exact = made.to_dense().bool(), of_torch.create_block_mask(*arguments).to_dense().bool()
     assert bool((computed | ~exact).all())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["name", "function", "booleans", "plan", "block mask", "bshd", "nothing"])
+def test_greatest_scores_of_attention(form: str, device: str) -> None:
+    """attention(return_max=True) has them for every way in, beside the same output and lse."""
+    dtype, bound = (torch.bfloat16, 2e-2) if device == "cuda" else (torch.float32, 2e-5)
+    q, k, v = (x.detach() for x in _qkv(2, device, dtype))
+    q = q[:, :, 20:]
+    i, j = torch.arange(20, S, device=device)[:, None], torch.arange(S, device=device)
+    visible, q_len = (i >= j) & (i - j <= 30), S - 20
+    call: dict[str, Any] = {"mask": "sliding_window", "window": 30, "q_offset": 20}
+    window = lambda b, h, q, kv: (q >= kv) & (q - kv <= 30)  # noqa: E731
+    if form == "function":
+        call = {"mask": window, "q_offset": 20}
+    elif form == "booleans":
+        call = {"mask": visible}
+    elif form == "plan":
+        call = {"mask": flexmasks.plan("sliding_window", q_len, S, window=30, q_offset="last", batch=B, device=device)}
+    elif form == "block mask":
+        call = {
+            "mask": of_torch.create_block_mask(lambda b, h, q, kv: window(b, h, q + 20, kv), 1, 1, q_len, S, device)
+        }
+    elif form == "nothing":
+        visible, call = visible & False, {"mask": lambda b, h, q, kv: q < 0, "q_offset": 0}
+    score = lambda s, b, h, q, kv: s * (1 + h)  # noqa: E731
+    want, want_lse, most = _formula(q, k, v, score, visible)
+    if form == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        call["layout"], want = "bshd", want.transpose(1, 2)
+    out, lse, greatest = flexmasks.attention(q, k, v, score=score, return_lse=True, return_max=True, **call)
+    assert _error(out, want) < bound
+    assert _error(lse, want_lse) < 5 * bound
+    assert _error(greatest, most) < 5 * bound
+    _, alone = flexmasks.attention(q, k, v, score=score, return_max=True, **call)
+    assert torch.equal(alone, greatest)
+
+
+def test_where_greatest_scores_are_not_given() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    compiled = torch.compile(lambda q: flexmasks.attention(q, q, q, return_max=True), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="AuxRequest"):
+        compiled(q)
+    nested = torch.nested.nested_tensor([q[0, 0, :2], q[0, 0]], layout=torch.jagged)
+    nested = nested.unflatten(-1, (1, 8)).transpose(1, 2)
+    with pytest.raises(TypeError, match="jagged"):
+        flexmasks.attention(nested, nested, nested, return_max=True)
 
 
 # --- on a GPU ---

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.by_name import KEYWORDS_ELSEWHERE, says_what_to_write
 from flexmasks.spec.definitions import (
     CHAIN,
     Definition,
@@ -37,43 +37,9 @@ Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
 # Keyword arguments of `attention`, which may be misspelt.
 _ARGUMENTS = (
-    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "backend", "kernel_options",
-    "layout",
+    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
+    "kernel_options", "layout",
 )  # fmt: skip
-# Keyword arguments of torch and other libraries, and what to pass here instead.
-_KEYWORDS_ELSEWHERE = {
-    "is_causal": 'pass mask="causal"',
-    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
-    "mask_mod": "pass `mask`",
-    "score_mod": "pass `score`",
-    "enable_gqa": "grouped heads are recognized from the shapes",
-    "causal": 'pass mask="causal"',
-    "attn_bias": "pass `score`, a name or function",
-    "attention_mask": 'pass `mask`: for padding mask="key_padding", attention_mask=m',
-    "key_padding_mask": 'pass mask="key_padding", attention_mask=m, where 1 is a key that is visible',
-    "softmax_scale": "pass `scale`",
-    "sm_scale": "pass `scale`",
-    "softcap": 'pass score="softcap", cap=...',
-    "alibi_slopes": 'pass score="alibi", slopes=...',
-    "block_mask": "only flexmasks.attention takes one; pass `mask`",
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "pass them to flexmasks.varlen_attention"),
-    "cu_seqlens_kv": "pass it to flexmasks.varlen_attention as `cu_seqlens_k`",
-    "deterministic": "call torch.use_deterministic_algorithms(True)",
-    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_aux"), "pass return_lse=True"),
-    **dict.fromkeys(("need_weights", "average_attn_weights"), "no call returns attention weights"),
-    **dict.fromkeys(("logits_soft_cap", "logit_cap"), 'pass score="softcap", cap=...'),
-    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "learned sinks are `sink_logits`"),
-    "num_splits": "leave it out: the keys are split as the call needs it",
-    "dtype": "convert q, k and v",
-    **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
-    "block_table": "pass it as `page_table`, with `kv_lens`",
-    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
-    "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
-    **dict.fromkeys(
-        ("dropout_p", "dropout"),
-        "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
-    ),
-}
 # Keyword arguments of other libraries for tensors, and what they are here.
 _TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
@@ -154,8 +120,8 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
         return f"`{name}` is given twice: the mask or score already has it"
     if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
         hint = advice_on_tensor(_TENSORS_ELSEWHERE[name], value)
-    elif name in _KEYWORDS_ELSEWHERE:
-        hint = _KEYWORDS_ELSEWHERE[name]
+    elif name in KEYWORDS_ELSEWHERE:
+        hint = KEYWORDS_ELSEWHERE[name]
     else:
         takes = "; ".join(
             f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"

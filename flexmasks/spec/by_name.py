@@ -17,6 +17,40 @@ from flexmasks.spec.definitions import advice_on_tensor, owners_of
 from flexmasks.spec.frames import of_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+# Keyword arguments of torch and other libraries, and what to pass here instead.
+KEYWORDS_ELSEWHERE = {
+    "is_causal": 'pass mask="causal"',
+    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
+    "mask_mod": "pass `mask`",
+    "score_mod": "pass `score`",
+    "enable_gqa": "grouped heads are recognized from the shapes",
+    "causal": 'pass mask="causal"',
+    "attn_bias": "pass `score`, a name or function",
+    "attention_mask": 'pass `mask`: for padding mask="key_padding", attention_mask=m',
+    "key_padding_mask": 'pass mask="key_padding", attention_mask=m, where 1 is a key that is visible',
+    "softmax_scale": "pass `scale`",
+    "sm_scale": "pass `scale`",
+    "softcap": 'pass score="softcap", cap=...',
+    "alibi_slopes": 'pass score="alibi", slopes=...',
+    "block_mask": "only flexmasks.attention takes one; pass `mask`",
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "pass them to flexmasks.varlen_attention"),
+    "cu_seqlens_kv": "pass it to flexmasks.varlen_attention as `cu_seqlens_k`",
+    "deterministic": "call torch.use_deterministic_algorithms(True)",
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_aux"), "pass return_lse=True"),
+    **dict.fromkeys(("need_weights", "average_attn_weights"), "no call returns attention weights"),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap"), 'pass score="softcap", cap=...'),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "learned sinks are `sink_logits`"),
+    "num_splits": "leave it out: the keys are split as the call needs it",
+    "dtype": "convert q, k and v",
+    **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
+    "block_table": "pass it as `page_table`, with `kv_lens`",
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
+    "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
+    **dict.fromkeys(
+        ("dropout_p", "dropout"),
+        "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
+    ),
+}
 
 
 def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Function], _Function]:
@@ -75,7 +109,8 @@ def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[
         takes = f"it takes {', '.join(names) or 'none'}"
         unknown = next((name for name in kwargs if name not in names), None)
         if unknown is None or "unexpected" not in str(error):
-            return f"{where}: {error}; {takes}."
+            hints = [f"`{name}`: {KEYWORDS_ELSEWHERE[name]}" for name in kwargs if name in KEYWORDS_ELSEWHERE]
+            return f"{where}: {error}; {'; '.join([takes, *hints])}."
         near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)
         hint = f"; did you mean `{near[0]}`" if near else owners_of(unknown)
         return f"{where}: no argument is named `{unknown}`; {takes}{hint}."
