@@ -118,8 +118,10 @@ def test_export_with_any_batch_and_length(name: str, learns: bool) -> None:
 
 LENGTHS = (1, 2, 3, 17, 127, 128, 129, 300)
 ENTRIES = {(e.kind, e.name): e for e in (*flexmasks.list_masks(), *flexmasks.list_scores())}
-# Masks that are for one length, and that of their example: of an image, or of a table of blocks or pages.
-OF_ONE_LENGTH = dict.fromkeys(("natten", "natten3d", "sasa", "sliding_tile"), 256)
+# Masks and scores that are for one length, and that of their example: of an image, or of a table of blocks or pages.
+OF_ONE_LENGTH = dict.fromkeys(
+    ("natten", "natten3d", "sasa", "sliding_tile", "relative_bias_2d", "decomposed_bias"), 256
+)
 OF_ONE_LENGTH |= dict.fromkeys(("block_sparse", "block_topk", "bsr", "paged"), 64)
 
 

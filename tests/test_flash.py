@@ -106,6 +106,8 @@ def wrong_masks(device: str = "cpu") -> Functions:
         "numbers as truth": lambda b, h, q, kv: torch.logical_or(q & 2, kv == q),
         "before a table, by a power": lambda b, h, q, kv: flags[4 - (torch.exp2(-h - 1.0) * 10.0).int() - q // 4096],
         "before a table": lambda b, h, q, kv: flags[(q - kv) // 4096 - 1],
+        "before a table of rows": lambda b, h, q, kv: flags[q // 2 - kv // 2 + 1],
+        "before a table of columns": lambda b, h, q, kv: flags[q % 3 - kv % 3 + 1],
     }
 
 
@@ -147,6 +149,8 @@ def right_functions() -> tuple[Functions, Functions]:
         "a table": lambda b, h, q, kv: offsets[b] <= q - kv,
         "row by row": lambda b, h, q, kv: table[q][kv] > 0,
         "distances": lambda b, h, q, kv: of_distances[q - kv + 4] > 3,
+        "distances in rows": lambda b, h, q, kv: of_distances[q // 2 - kv // 2 + 2] > 1,
+        "distances in columns": lambda b, h, q, kv: of_distances[q % 3 - kv % 3 + 2] > 1,
         "least": lambda b, h, q, kv: of_distances[torch.where(q - kv < -1, -1, q - kv) + 1] > 3,
         "negated": lambda b, h, q, kv: ~((q < kv) ^ (h == 0)),
     }, {

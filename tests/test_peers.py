@@ -200,6 +200,37 @@ def test_buckets_of_transformers() -> None:
             assert theirs.tolist() == [t5_bucket(d, buckets, furthest, bidirectional) for d in distances]
 
 
+@pytest.mark.slow
+def test_the_table_of_swin_of_transformers() -> None:
+    swin = pytest.importorskip("transformers.models.swin.modeling_swin")
+    if not hasattr(swin, "SwinRelativePositionBias"):
+        pytest.skip("this version holds the table in another module")
+    theirs = swin.SwinRelativePositionBias(3, (4, 6)).double()
+    torch.nn.init.normal_(theirs.relative_position_bias_table)
+    table = theirs.relative_position_bias_table.T.reshape(-1, 7, 11)
+    added = flexmasks.get_score("relative_bias_2d", table=table, height=4, width=6)
+    assert torch.equal(score_of(added, torch.zeros(1, 3, 24, 24, dtype=torch.float64)), theirs())
+
+
+@pytest.mark.slow
+def test_the_positions_of_sam_of_transformers() -> None:
+    """Of images, whose positions are computed from queries that are not scaled."""
+    sam = pytest.importorskip("transformers.models.sam.modeling_sam")
+    config = sam.SamVisionConfig(hidden_size=24, num_attention_heads=3, image_size=80, patch_size=16)
+    layer = sam.SamVisionAttention(config, window_size=0).double()
+    torch.nn.init.normal_(layer.rel_pos_h)
+    torch.nn.init.normal_(layer.rel_pos_w)
+    x = torch.randn(2, 5, 5, 24, dtype=torch.float64)
+    q, k, v = layer.qkv(x).view(2, 25, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    image = q.reshape(6, 5, 5, 8)
+    tables = (layer.get_rel_pos(5, 5, rel) for rel in (layer.rel_pos_h, layer.rel_pos_w))
+    axes = zip(("bhwc,hkc->bhwk", "bhwc,wkc->bhwk"), tables, strict=True)
+    rel_h, rel_w = (torch.einsum(axis, image, table).reshape(2, 3, 25, 5) for axis, table in axes)
+    out = flexmasks.attention(q, k, v, score="decomposed_bias", rel_h=rel_h, rel_w=rel_w)
+    out = layer.proj(out.transpose(1, 2).reshape(2, 5, 5, 24))
+    assert torch.allclose(out, layer(x)[0], atol=1e-6)  # whose softmax is float32
+
+
 # --- DeepSpeed: layouts as its documentation of SparsityConfig describes them ---
 
 

@@ -165,10 +165,10 @@ class Trace(compat.TorchDispatchMode):
             return (max(a, c), max(b, d)) if name == "maximum" else (min(a, c), min(b, d))
         if name in ("div", "floor_divide") and c > 0 and d < math.inf:
             ends = [x / y for x in (a, b) for y in (c, d)]
-            exact = kwargs.get("rounding_mode") is None and name == "div"
-            return (min(ends), max(ends)) if exact else _rounded(min(ends), max(ends))
+            mode = kwargs.get("rounding_mode") if name == "div" else "floor"
+            return (min(ends), max(ends)) if mode is None else _rounded(min(ends), max(ends), down=mode == "floor")
         if name == "remainder" and c > 0:
-            return 0, d
+            return 0, d if out.is_floating_point() else d - 1
         if name == "bitwise_and" and max(a, c) >= 0:
             return 0, min(y for x, y in ((a, b), (c, d)) if x >= 0)
         if name == "pow":
@@ -198,9 +198,10 @@ class Trace(compat.TorchDispatchMode):
         return min(a, c), max(b, d)
 
 
-def _rounded(low: float, high: float) -> Bounds:
-    """Return the bounds of values in low..high after rounding to integers in any direction."""
-    return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else math.ceil(high)
+def _rounded(low: float, high: float, down: bool = False) -> Bounds:
+    """Return the bounds of values in low..high after rounding to integers, down or in any direction."""
+    of_high = math.floor if down else math.ceil
+    return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else of_high(high)
 
 
 def _value_of_constant(x: Tensor) -> float | None:

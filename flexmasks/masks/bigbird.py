@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
-from flexmasks.masks.natten import check_canvas
-from flexmasks.spec import Size, constant_in_graphs, constants, register_mask
+from flexmasks.spec import Size, check_canvas, constant_in_graphs, constants, register_mask
 
 
 def _prepare(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.spec import Size, always, bounded, may_read, register_mask
+from flexmasks.spec import Size, always, bounded, check_canvas, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Order = Annotated[Tensor | str | None, "int[KV] in 0..KV-1 | 'auto'"]
@@ -167,17 +167,6 @@ def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
         if group is not None:
             fields.append((dilation - 1, *[group] * 3))
     return prepared | {"words": words_of(size, fields)}
-
-
-def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
-    """Raise ValueError unless a call has exactly the tokens of the canvas, whose axes have names and lengths."""
-    count = math.prod(list(canvas.values()))  # Dynamo traces no other form
-    if size is not None and not (size.fits("KV", count) and size.fits("S", count)):
-        terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
-        raise ValueError(
-            f"the canvas does not match the length: {' = '.join(terms)}, "
-            f"the call has {size.kv_len} keys and positions up to {size.positions}."
-        )
 
 
 def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[int]) -> Pixels:

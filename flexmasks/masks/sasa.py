@@ -8,13 +8,12 @@ from flexmasks.masks.natten import (
     Pixels,
     Words,
     are_words_faster,
-    check_canvas,
     pixels_of,
     place,
     seen_by_words,
     words_of,
 )
-from flexmasks.spec import Size, pair, register_mask
+from flexmasks.spec import Size, check_canvas, pair, register_mask
 
 Sides = tuple[int, int]  # of rows and columns
 

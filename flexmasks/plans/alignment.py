@@ -26,7 +26,8 @@ from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Modifier
 
 WORDS = ("first", "last")
-_TABLES = {"dense": "visible", "dense_bias": "bias"}  # the parameters that have rows of queries
+# The parameters that have rows of queries.
+_TABLES = {"dense": "visible", "dense_bias": "bias", "pair_bias": "bias", "decomposed_bias": "rel_h"}
 _PLACED = {"packed", "vision_cross"}  # positions of queries follow from parameters, from 0 on
 _OPERATORS = AND, OR, NOT, CHAIN
 _READS: Part[bool] = Part(KINDS, "reads_queries")

@@ -13,11 +13,15 @@ from flexmasks.spec.values import Score
 __all__ = [
     "alibi",
     "checkerboard",
+    "decomposed_bias",
     "dense_bias",
     "distance_bias",
+    "forgetting",
     "packed",
     "paged",
+    "pair_bias",
     "relative_bias",
+    "relative_bias_2d",
     "sandwich",
     "softcap",
     "t5_bias",
@@ -41,6 +45,19 @@ def alibi(
 def checkerboard() -> Score:
     """Scores at even distance doubled, at odd distance halved: an example."""
 
+def decomposed_bias(
+    *,
+    rel_h: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[Sequence[float]]]],
+    rel_w: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[Sequence[float]]]],
+) -> Score:
+    """Scores plus each query's biases of the key's row and of its column.
+
+    rel_h: [batch, query heads, queries, rows of keys]. Mostly it is computed from q and a table, so that it has a row
+        for each query of the call; it may also have one for each position from 0 on.
+    rel_w: [batch, query heads, queries, columns of keys], likewise. There are rows * columns keys. Tensors that require
+        a gradient get one.
+    """
+
 def dense_bias(
     *,
     bias: Tensor | NDArray[Any] | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[Sequence[float]]]],
@@ -50,7 +67,8 @@ def dense_bias(
     bias: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It has a row for each query of the
         call, or for each position from 0 on, or one for all. A floating tensor that is passed as the score is this one,
         also as [query heads, queries, keys]. A tensor that requires a gradient gets one. The kernel reads the tensor
-        itself: where a bias follows from a table, `relative_bias`, `t5_bias` and `distance_bias` read less memory.
+        itself: where a bias follows from a table, `relative_bias`, `relative_bias_2d`, `t5_bias` and `distance_bias`
+        read less memory, and `pair_bias` where groups of batch elements share one.
     """
 
 def distance_bias(
@@ -65,6 +83,31 @@ def distance_bias(
         reach need a number of their own.
     """
 
+def forgetting(
+    *,
+    log_gates: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[float]]],
+) -> Score:
+    """Scores plus the log forget gates after the key, up to the query.
+
+    log_gates: [batch, query heads, positions], mostly logsigmoid(x), at most 0: a gate for each key, from position 0
+        on; with q_offset, also those of the keys before the queries. A tensor that requires a gradient gets one. In
+        half precision the sums are float32, and they are computed once a call.
+    """
+
+def pair_bias(
+    *,
+    bias: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[Sequence[float]]]],
+    group: int = 1,
+) -> Score:
+    """Scores plus a bias of pairs that groups share, bias[b // group, h, q, kv].
+
+    bias: [groups, query heads or 1, queries, keys], or one group for all batch elements. It has a row for each query of
+        the call, or for each position from 0 on, or one for all. A tensor that requires a gradient gets one, summed
+        over the batch elements of a group.
+    group: number of consecutive batch elements that share a bias. In triangle attention each of the N rows of a pair
+        representation is a batch element, and the rows of one protein share a bias: `group=N`.
+    """
+
 def relative_bias(
     *,
     table: Tensor | NDArray[Any] | Sequence[Sequence[float]],
@@ -73,6 +116,20 @@ def relative_bias(
 
     table: [H, 2 * max_distance + 1], column 0 for keys max_distance or more before the query, the last column for keys
         max_distance or more after it. A tensor that requires a gradient gets one.
+    """
+
+def relative_bias_2d(
+    *,
+    table: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[float]]],
+    height: int,
+    width: int,
+) -> Score:
+    """Scores plus a learned bias of the distance in rows and in columns.
+
+    table: [query heads, 2 * height - 1, 2 * width - 1]; the entry of a pair is table[h, row of q - row of kv +
+        height - 1, column of q - column of kv + width - 1]. A tensor that requires a gradient gets one.
+    height, width: the image, or the window of one; token t is in row t // width and column t % width, and there are
+        height * width keys.
     """
 
 def sandwich(

@@ -28,7 +28,8 @@ def dense_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bi
     bias: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It has a row for each query of the
         call, or for each position from 0 on, or one for all. A floating tensor that is passed as the score is this one,
         also as [query heads, queries, keys]. A tensor that requires a gradient gets one. The kernel reads the tensor
-        itself: where a bias follows from a table, `relative_bias`, `t5_bias` and `distance_bias` read less memory.
+        itself: where a bias follows from a table, `relative_bias`, `relative_bias_2d`, `t5_bias` and `distance_bias`
+        read less memory, and `pair_bias` where groups of batch elements share one.
 
     Source: the float attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; Hugging Face position_bias.

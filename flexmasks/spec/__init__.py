@@ -16,6 +16,7 @@ from flexmasks.spec.by_name import says_what_to_write as says_what_to_write
 from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
 from flexmasks.spec.indexing import bounded as bounded
+from flexmasks.spec.indexing import check_canvas as check_canvas
 from flexmasks.spec.indexing import check_covers_queries as check_covers_queries
 from flexmasks.spec.indexing import first_row as first_row
 from flexmasks.spec.indexing import leading as leading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -87,4 +88,15 @@ def check_covers_queries(name: str, count: int, size: Size | None, what: str = "
         raise ValueError(
             f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (positions before "
             f"q_offset count too), got {count}."
+        )
+
+
+def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
+    """Raise ValueError unless a call has exactly the tokens of the canvas, whose axes have names and lengths."""
+    count = math.prod(list(canvas.values()))  # Dynamo traces no other form
+    if size is not None and not (size.fits("KV", count) and size.fits("S", count)):
+        terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
+        raise ValueError(
+            f"the canvas does not match the length: {' = '.join(terms)}, "
+            f"the call has {size.kv_len} keys and positions up to {size.positions}."
         )

@@ -153,6 +153,52 @@ def temperature(scores: Tensor, case: Case, temperatures: Tensor) -> Tensor:
     return scores / _table(scores, case, lambda h, q, kv: temperatures[h])
 
 
+@score_oracle
+def pair_bias(scores: Tensor, case: Case, bias: Tensor, group: int = 1) -> Tensor:
+    """s + bias, each group's repeated for its batch elements, of the rows from the first query on."""
+    batch, heads, count, _ = scores.shape
+    repeated = bias.repeat_interleave(group, 0) if len(bias) > 1 else bias.repeat(batch, 1, 1, 1)
+    assert len(repeated) == batch
+    repeated = repeated.repeat(1, heads // bias.shape[1], 1, 1)
+    return scores + torch.stack([rows[:, i : i + count] for rows, i in zip(repeated, offsets(case), strict=True)])
+
+
+@score_oracle
+def relative_bias_2d(scores: Tensor, case: Case, table: Tensor, height: int, width: int) -> Tensor:
+    """s + table[h, row of q - row of kv + height - 1, column of q - column of kv + width - 1]."""
+    assert table.shape == (scores.shape[1], 2 * height - 1, 2 * width - 1)
+    pixels = [(row, column) for row in range(height) for column in range(width)]
+
+    def cell(h: int, q: int, kv: int) -> Tensor:
+        (row, column), (other_row, other_column) = pixels[q], pixels[kv]
+        return table[h, row - other_row + height - 1, column - other_column + width - 1]
+
+    return scores + _table(scores, case, cell)
+
+
+@score_oracle
+def decomposed_bias(scores: Tensor, case: Case, rel_h: Tensor, rel_w: Tensor) -> Tensor:
+    """Add rel_h to the scores as [B, H, Q, rows, 1] and rel_w as [B, H, Q, 1, columns], as Segment Anything does."""
+    batch, heads, count, _ = scores.shape
+    image = scores.view(batch, heads, count, rel_h.shape[3], rel_w.shape[3])
+    own_h, own_w = (
+        torch.stack([rows[:, i : i + count] for rows, i in zip(rel, offsets(case), strict=True)])
+        for rel in (rel_h, rel_w)
+    )
+    return (image + own_h[..., :, None] + own_w[..., None, :]).view(scores.shape)
+
+
+@score_oracle
+def forgetting(scores: Tensor, case: Case, log_gates: Tensor) -> Tensor:
+    """s + the sum of the logarithms of the gates kv + 1 to q; for later keys minus that of q + 1 to kv."""
+    rows = []
+    for b, start in enumerate(offsets(case)):
+        for gates in log_gates[b]:
+            for q in range(start, start + scores.shape[2]):
+                rows += [gates[kv + 1 : q + 1].sum() - gates[q + 1 : kv + 1].sum() for kv in range(scores.shape[3])]
+    return scores + torch.stack(rows).reshape(scores.shape)
+
+
 CASES: list[Case] = [
     Case("alibi", {}, heads=2, q_len=23, kv_len=23),
     Case("alibi", {}, heads=3, q_len=13, kv_len=30, q_offset=17),
@@ -210,4 +256,43 @@ CASES: list[Case] = [
     Case("temperature", {"temperatures": RANDOM.floats(2).abs() + 0.5}, q_len=23, kv_len=31),
     Case("temperature", {"temperatures": RANDOM.floats(3) - 3.0}, heads=3, q_len=12, kv_len=29, q_offset=17),
     Case("temperature", {"temperatures": RANDOM.floats(8).exp()}, heads=8, q_len=11, kv_len=11),
+    Case("pair_bias", {"bias": RANDOM.floats(1, 2, 21, 30), "group": 2}, q_len=21, kv_len=30),
+    Case("pair_bias", {"bias": RANDOM.floats(2, 2, 17, 23), "group": 3}, batch=6, q_len=17, kv_len=23),
+    Case("pair_bias", {"bias": RANDOM.floats(2, 1, 20, 20), "group": 2}, batch=4, heads=3, q_len=20, kv_len=20),
+    Case("pair_bias", {"bias": RANDOM.floats(2, 2, 24, 24)}, q_len=9, kv_len=24, q_offset=(15, 4)),
+    Case("relative_bias_2d", {"table": RANDOM.floats(2, 9, 11), "height": 5, "width": 6}, q_len=21, kv_len=30),
+    Case("relative_bias_2d", {"table": RANDOM.floats(2, 13, 13), "height": 7, "width": 7}, q_len=49, kv_len=49),
+    Case(
+        "relative_bias_2d",
+        {"table": RANDOM.floats(3, 5, 15), "height": 3, "width": 8},
+        heads=3,
+        q_len=6,
+        kv_len=24,
+        q_offset=(18, 5),
+    ),
+    Case("relative_bias_2d", {"table": RANDOM.floats(2, 39, 1), "height": 20, "width": 1}, q_len=20, kv_len=20),
+    Case(
+        "decomposed_bias",
+        {"rel_h": RANDOM.floats(2, 2, 21, 5), "rel_w": RANDOM.floats(2, 2, 21, 6)},
+        q_len=21,
+        kv_len=30,
+    ),
+    Case(
+        "decomposed_bias",
+        {"rel_h": RANDOM.floats(2, 3, 24, 8), "rel_w": RANDOM.floats(2, 3, 24, 3)},
+        heads=3,
+        q_len=9,
+        kv_len=24,
+        q_offset=(15, 2),
+    ),
+    Case(
+        "decomposed_bias",
+        {"rel_h": RANDOM.floats(1, 2, 13, 1), "rel_w": RANDOM.floats(1, 2, 13, 7)},
+        batch=1,
+        q_len=13,
+        kv_len=7,
+    ),
+    Case("forgetting", {"log_gates": -RANDOM.floats(2, 2, 30).abs()}, q_len=21, kv_len=30),
+    Case("forgetting", {"log_gates": -RANDOM.floats(2, 3, 29).abs()}, heads=3, q_len=12, kv_len=29, q_offset=(17, 5)),
+    Case("forgetting", {"log_gates": RANDOM.floats(1, 2, 33)}, batch=1, q_len=1, kv_len=33, q_offset=32),
 ]
