@@ -101,7 +101,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         of_mask: tuple[Any, ...] = data, q_offset, None, ()
     else:
         of_mask = _data_of_block_mask(request.block_mask, q)
-    facts = _facts_of(q, k, v, request, score)
+    facts = _facts_of(q, k, v, request, score, score_data)
     scale = compat.constants(request.scale)
     arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
     if of_mask[0] != UNKNOWN and (score is None or score_data != UNKNOWN) and compat.IS_TESTED:
@@ -250,11 +250,14 @@ def _run_traced(
     return Result(*_by_flex(attend, name, q, k, v, *given, cast(compat.BlockMask, block_mask), score_mod))
 
 
-def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None) -> _Facts:
-    learns = torch.is_grad_enabled() and score is not None and score.learns()
-    # The tensors that a function captures are not known here.
-    may_learn = learns or (torch.is_grad_enabled() and score is not None and not is_readable(score))
-    needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None, score_data: Any) -> _Facts:
+    may_learn = needs_grad = False
+    if torch.is_grad_enabled():
+        if isinstance(score_data, Flat):
+            may_learn = any(isinstance(x, Tensor) and x.requires_grad for x in score_data.leaves)
+        elif score is not None:  # the tensors that a function captures are not known here
+            may_learn = not is_readable(score) or score.learns()
+        needs_grad = may_learn or q.requires_grad or k.requires_grad or v.requires_grad
     return _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
 
 

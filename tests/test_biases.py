@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from flexmasks.spec.parameters import Size
@@ -83,6 +85,21 @@ def test_gradients(name: str, mask: str, dtype: torch.dtype) -> None:
     _check(name, mask, dtype, flexmasks.attention)
 
 
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_the_lse(name: str) -> None:
+    """What is added to all scores of a row changes its lse alone, as the gates up to the query do."""
+    shapes, others, bias = BIASES[name]
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 16, dtype=torch.float64)
+    learned = {n: torch.randn(shape, dtype=torch.float64, requires_grad=True) for n, shape in shapes.items()}
+    _, lse = flexmasks.attention(q, k, v, mask="causal", score=name, return_lse=True, **learned, **others)
+    _, want = attend(q, k, v, MASKS["causal"][1], lambda s: s + bias(**learned))
+    upstream = torch.randn_like(want)
+    got, wanted = (torch.autograd.grad(x, list(learned.values()), upstream) for x in (lse, want))
+    assert torch.allclose(lse, want, atol=1e-12)
+    for x, y in zip(got, wanted, strict=True):
+        assert torch.allclose(x, y, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BIASES)
 def test_short_calls_without_compiling(name: str, dtype: torch.dtype) -> None:
@@ -102,6 +119,21 @@ def test_inside_compile(name: str, mask: str, backend: str) -> None:
         return flexmasks.attention(*tensors, **arguments) * 1
 
     _check(name, mask, torch.float32, torch.compile(call, fullgraph=True, backend=backend))
+
+
+def test_groups_of_any_number_and_length_inside_compile() -> None:
+    torch._dynamo.reset()
+
+    def call(q: Tensor, bias: Tensor, group: int) -> Tensor:
+        return flexmasks.attention(q, q, q, score="pair_bias", bias=bias, group=group)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for groups, group, length in ((2, 3, 10), (3, 4, 17), (1, 6, 12)):
+        q, bias = torch.randn(groups * group, 2, length, 8), torch.randn(groups, 2, length, length, requires_grad=True)
+        out, want = compiled(q, bias, group), call(q, bias, group)
+        assert error(out, want) < TOLERANCE[torch.float32]
+        (got,), (wanted,) = (torch.autograd.grad(x.square().sum(), bias) for x in (out, want))
+        assert error(got, wanted) < TOLERANCE[torch.float32]
 
 
 # --- the running sum of forget gates ---
@@ -160,6 +192,34 @@ def test_gates_that_change_in_place_change_the_sums() -> None:
     after = call(gates)
     assert not torch.allclose(before, after, atol=1e-3)
     assert torch.allclose(after, call(gates.clone()), atol=1e-6)
+
+
+def test_derivatives_of_derivatives_and_checkpoints() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    x = torch.randn(1, 2, 9, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask="causal", score="forgetting", log_gates=logsigmoid(x))
+
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradgradcheck(layer, x)
+    (want,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (got,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), x)
+    assert torch.allclose(got, want, atol=1e-12)
+    assert torch.allclose(torch.func.grad(lambda x: layer(x).square().sum())(x.detach()), want, atol=1e-12)
+
+
+def test_sequences_in_one_row_with_gates_of_their_own() -> None:
+    """Inside `packed` each sequence has a row of gates, as long as the longest sequence."""
+    offsets = [0, 5, 12]
+    gates = -torch.rand(2, 2, 7, dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 2, 12, 4, dtype=torch.float64)
+    score = flexmasks.packed(flexmasks.scores.forgetting(log_gates=gates), offsets)
+    out = flexmasks.attention(q, k, v, mask=flexmasks.packed("causal", offsets), score=score)
+    for own, start, stop in zip(gates, offsets, offsets[1:], strict=False):
+        parts = [x[:, :, start:stop] for x in (q, k, v)]
+        alone = flexmasks.attention(*parts, mask="causal", score="forgetting", log_gates=own[None, :, : stop - start])
+        assert torch.allclose(out[:, :, start:stop], alone, atol=1e-12)
 
 
 # --- equal to other scores ---
@@ -315,3 +375,38 @@ def test_gates_of_the_queries_alone() -> None:
     q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 9, 8)
     with pytest.raises(ValueError, match=r"float\[B, H, S\] \(here B=1, H=2, S=9\), got float32\[1, 2, 1\]"):
         flexmasks.attention(q, k, k, mask="causal", score="forgetting", log_gates=torch.zeros(1, 2, 1), q_offset="last")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint", "twice"])
+def test_scores_that_read_a_tensor_and_what_is_made_of_it(way: str, device: str) -> None:
+    """Each gives its own part of the gradient, once."""
+    if device == "cuda" and way != "eager":
+        pytest.skip("these take the ways of a CPU")
+    q, k, v = torch.randn(3, 2, 2, 40, 16, device=device)
+    table, factor = torch.randn(40, device=device, requires_grad=True), torch.ones((), device=device)
+    factor.requires_grad_()
+    upstream = torch.randn(2, 2, 40, 16, device=device)
+    visible = torch.ones(40, 40, dtype=torch.bool, device=device).tril()
+
+    def gradients(attend: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        made = 2 * table * factor
+        out = attend(made.sin(), made)
+        found = torch.autograd.grad((out * upstream).sum(), (table, factor, made), create_graph=way == "twice")
+        return torch.autograd.grad(found[0].square().sum(), (table, factor)) if way == "twice" else found
+
+    def ours(of_query: Tensor, of_key: Tensor) -> Tensor:
+        score = lambda s, b, h, q, kv: s + of_query[q] * of_key[kv] + table[kv]  # noqa: E731
+        return flexmasks.attention(q, k, v, mask="causal", score=score)
+
+    def formula(of_query: Tensor, of_key: Tensor) -> Tensor:
+        scores = q @ k.mT / 4 + of_query[:, None] * of_key + table
+        return scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+
+    attend: Callable[[Tensor, Tensor], Tensor] = {
+        "compiled": torch.compile(ours, backend="aot_eager", fullgraph=True),
+        "checkpoint": lambda *x: checkpoint(ours, *x, use_reentrant=False),
+    }.get(way, ours)
+    torch._dynamo.reset()
+    for got, want in zip(gradients(attend), gradients(formula), strict=True):
+        assert error(got.cpu(), want.double().cpu(), unit=float(want.abs().max())) < 1e-4

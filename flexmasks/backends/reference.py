@@ -33,7 +33,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
-from flexmasks.backends.tiles import Tiles, learned_by
+from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import has_memory
@@ -76,6 +76,9 @@ def attend(
     if may_learn and torch.is_grad_enabled():
         mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
         visible = visible._replace(mask_mod=cast(Callable[..., Tensor], mask_mod))
+    if learned and score_mod is not None:
+        score_mod = with_views(score_mod)
+        learned = learned_by(score_mod, q.device)
     by_slices = functools.partial(
         attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check
     )

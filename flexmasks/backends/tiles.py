@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -440,6 +440,17 @@ def learned_by(score_mod: Callable[..., Tensor] | None, device: torch.device) ->
         if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
             return None
     return [t for t in leaves.all_tensors if t.requires_grad]
+
+
+def with_views(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a score_mod that reads views of the tensors that learn.
+
+    One of them may be made of another. The gradient of a view is that of its own reads alone, and autograd adds the
+    others; that of the tensor itself would count them twice.
+    """
+    structure, leaves = flatten(score_mod)
+    views = [t.view_as(t) if t.requires_grad else t for t in leaves.tensors]
+    return cast(Callable[..., Tensor], structure.fill(views, has_own_globals=True)) if structure.is_whole else score_mod
 
 
 def _length(part: slice) -> int:

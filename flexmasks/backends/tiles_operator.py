@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.slices import Visible
-from flexmasks.backends.tiles import Tiles, learned_by
+from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.graphs import value_of_text
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
@@ -171,6 +171,7 @@ def backward(
         call = _described(given, *others)
         with torch.enable_grad():
             score_mod = call.score_mod(q, k)
+            score_mod = None if score_mod is None else with_views(score_mod)
             inner = learned_by(score_mod, q.device) or []
         tiles = _tiles(q, k, partial, full, call, score_mod)
         grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)

@@ -8,7 +8,8 @@ from flexmasks.spec import Size, register_score
 
 def _prepare(size: Size | None, *, log_gates: Annotated[Tensor, "float[B, H, S]"]) -> dict[str, Any]:
     dtype = torch.promote_types(log_gates.dtype, torch.float32 if size is None else size.dtype)
-    return {"sums": log_gates.cumsum(-1, dtype=dtype)}
+    sums = log_gates.cumsum(-1, dtype=dtype)
+    return {"of_query": sums, "of_key": -sums}  # a kernel on a GPU reads a tensor that learns in one place only
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -19,7 +20,9 @@ def _example(length: int) -> dict[str, Any]:
 
 
 @register_score(prepare=_prepare, example=_example)
-def forgetting(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, sums: Tensor) -> Tensor:
+def forgetting(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, of_query: Tensor, of_key: Tensor
+) -> Tensor:
     """Scores plus the log forget gates after the key, up to the query.
 
     The score becomes score + F[b, h, q] - F[b, h, kv], where F is the running sum of log_gates. A causal mask hides
@@ -34,4 +37,4 @@ def forgetting(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, su
     Source: Lin et al., Forgetting Transformer, 2025 (arXiv 2503.02130).
     Peers: forgetting_attention(log_fgate=) of its authors, with gates [batch, length, heads] unless head_first=True.
     """
-    return score + (sums[b, h, q] - sums[b, h, kv])
+    return score + (of_query[b, h, q] + of_key[b, h, kv])
