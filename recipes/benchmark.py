@@ -18,6 +18,8 @@ WHAT = {
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
     "ranks": "a sequence over several GPUs, against one and against torch",
+    "trees": "training on answers to shared prompts, as trees and without sharing",
+    "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
 # Options of some benchmarks; the others measure steps that `--only` chooses.

@@ -32,6 +32,7 @@ from benchmarks import results as bench_results
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import steps as bench_steps
+from benchmarks import trees as bench_trees
 from benchmarks.memory import peak_bytes
 from benchmarks.model import Sizes
 from benchmarks.runner import measure_passes, measure_steps
@@ -246,6 +247,27 @@ def test_figures_of_hugging_face_models(
     page = bench_models.markdown(results)
     assert len(re.findall(r"\| flexmasks +\|", page)) == 3
     assert "tokens/s" in page
+
+
+@pytest.mark.campaign
+def test_figures_of_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All ways have the same losses, and trees compute each prompt once."""
+    file = tmp_path / "trees.json"
+    assert main(["trees", "--device", "cpu", "--quick", "--json", str(file)]) == 0, capsys.readouterr().err
+    results = json.loads(file.read_text())
+    rows = {r["who"]: r for r in results["rows"] if r["kind"] == "training"}
+    assert [r["computed_tokens"] for r in rows.values()][:3] == [2 * (96 + 4 * 32)] * 2 + [2 * 4 * (96 + 32)]
+    assert (
+        rows["padded"]["computed_tokens"] > rows["one by one"]["computed_tokens"] == rows["packed"]["computed_tokens"]
+    )
+    assert all(r["difference"] < 1e-6 for who, r in rows.items() if who != "trees, no attention")
+    ours = rows["trees"]
+    allowed = ours["rest_ms"] + 2 * ours["allowed_ms"]
+    assert ours["bound_ms"] == pytest.approx(allowed, rel=1e-2)
+    assert results["rows"][-1]["kind"] == "packing"
+    page = bench_trees.markdown(results)
+    assert f"Trees train on {rows['packed']['ms'] / ours['ms']:.2f} times" in page
+    assert "40 sequences of 100 tokens are packed in" in page
 
 
 @pytest.mark.campaign

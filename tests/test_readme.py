@@ -27,6 +27,7 @@ from tabulate import tabulate
 
 import flexmasks
 from benchmarks import attention as bench_attention
+from benchmarks import biases as bench_biases
 from benchmarks import blocks as bench_blocks
 from benchmarks import data as bench_data
 from benchmarks import limits_tables, steps_tables
@@ -34,6 +35,7 @@ from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
+from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
 from flexmasks.pictures.pages import page
 from flexmasks.spec.definitions import is_own
@@ -148,6 +150,16 @@ def ranks(name: str) -> str:
     return bench_ranks.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def biases() -> str:
+    """Return the table of short sequences with a bias that learns."""
+    return bench_biases.markdown(results("biases_gpu"))
+
+
+def trees(name: str) -> str:
+    """Return the table of training on trees from a results file."""
+    return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 def limits(name: str) -> str:
     """Return the tables of sinks, head sizes, small and first calls, soft-caps and neighborhoods, from a file."""
     return limits_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -185,7 +197,9 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
     "recipes/results/ranks.md": {name: functools.partial(ranks, name) for name in ("ranks_gpu", "ranks_triton")},
+    "recipes/results/trees.md": {"trees_gpu": functools.partial(trees, "trees_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
+    "recipes/results/biases.md": {"biases_gpu": biases},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/planted.md": {"planted": faults},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},

@@ -160,9 +160,9 @@ def measurements() -> str:
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
         "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [sequences over several "
-        "GPUs](ranks.md), [sinks, head sizes, small and first calls, soft-caps, neighborhoods](limits.md), [the masked "
-        "softmax](softmax.md). The tests ran with [these versions](versions.md), and found [these planted "
-        "faults](planted.md).",
+        "GPUs](ranks.md), [biases that learn](biases.md), [training on trees](trees.md), [sinks, head sizes, small "
+        "and first calls, soft-caps, neighborhoods](limits.md), [the masked softmax](softmax.md). The tests ran with "
+        "[these versions](versions.md), and found [these planted faults](planted.md).",
     ]
     for name in RECIPES:
         summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]
