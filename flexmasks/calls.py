@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexmasks import checkpointing, compat
 from flexmasks.backends.call import Refused, Replay, Result
-from flexmasks.backends.call_kind import CallKind, call_kind_of
+from flexmasks.backends.call_kind import CallKind, Learning, call_kind_of
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
@@ -60,6 +60,7 @@ from flexmasks.spec.values import Mask, Score
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
+_LEARNING: Part[Learning] = Part(PLANS, "learning calls")  # by the tensors that do not learn
 _CALL_KINDS: Part[CallKind] = Part(KINDS, "calls")
 _SCALES = float, int, type(None)
 _OFFSETS = int, str, type(None)
@@ -335,17 +336,25 @@ def run_again(
     result = None if replay is None else _replayed(replay, q, k, v, sinks)
     if replay is not None and result is None:
         _REPLAYS.drop(key, tensors)
+        _LEARNING.drop(*_fixed(key, tensors))
         _CALL_KINDS.drop((key, *_layouts(tensors)))
     return result
 
 
 def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned) -> None:
-    """Keep a call's replay, for the same tensors, and its kind, for others."""
-    if not planned.call.holds_aliases:
+    """Keep a call's replay, for the same tensors or new ones that learn, and its kind, for others."""
+    if planned.call.holds_aliases:
+        _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
+    elif not any(t.requires_grad for t in tensors):
         return
-    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
     if not tensors or planned.call.q.device.type not in _KINDS_ON:
         return
+    if any(t.requires_grad for t in tensors):
+        with contextlib.suppress(Opaque):
+            forms = _forms_of(replay, planned, tensors)
+            if forms is not None:
+                learning = Learning.of(replay, forms, tensors)
+                _LEARNING.put(*_fixed(key, tensors), learning, ENTRY + replay.nbytes)
     kind = call_kind_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
     if kind is not None:
         _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
@@ -383,14 +392,26 @@ def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) ->
 
     A call with other tensors of their kind makes it, if there is one.
     """
-    replay = _REPLAYS.get(key, tensors)
+    learns = any(t.requires_grad for t in tensors)
+    if learns:
+        learning = _LEARNING.get(*_fixed(key, tensors))
+        if learning is not None:
+            return learning(tensors)
+    replay = None if learns else _REPLAYS.get(key, tensors)
     if replay is None and tensors and device.type in _KINDS_ON:
         kind = _CALL_KINDS.get((key, *_layouts(tensors)))
         if kind is not None:
             replay = kind(tensors)
+            if learns:
+                return replay
             copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
             _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + copied)
     return replay
+
+
+def _fixed(key: Hashable, tensors: list[Tensor]) -> tuple[Hashable, list[Tensor]]:
+    """Return the key of a call with any tensors that learn, and the tensors that do not."""
+    return (key, *_layouts([t for t in tensors if t.requires_grad])), [t for t in tensors if not t.requires_grad]
 
 
 def _layouts(tensors: list[Tensor]) -> list[Hashable]:
@@ -413,9 +434,8 @@ def _with_functions(of_sizes: Hashable, request: Request) -> tuple[Hashable, lis
         if structure.unreadable:
             return None
         functions, tensors = structure.key, leaves.tensors
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return None
-    return (functions, of_sizes), tensors
+    learning = tuple(n for n, t in enumerate(tensors) if t.requires_grad) if torch.is_grad_enabled() else ()
+    return (functions, of_sizes, learning), tensors
 
 
 def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable | None:

@@ -413,8 +413,8 @@ FAULTS: list[Fault] = [
     Fault("kernels/whole_mask_kernel.py", "delta -= tl.load(d_lse", "delta += tl.load(d_lse", _WHOLE_MASK),
     Fault(
         "kernels/whole_mask_kernel.py",
-        "(key - query - shift).to(tl.float32)",
-        "(key - query).to(tl.float32)",
+        "(of_key - of_query - shift).to(tl.float32)",
+        "(of_key - of_query).to(tl.float32)",
         _WHOLE_MASK,
     ),
     Fault("kernels/whole_mask_kernel.py", "_store_rows(d_k, k_acc * scale,", "_store_rows(d_k, k_acc,", _WHOLE_MASK),
@@ -534,10 +534,10 @@ FAULTS: list[Fault] = [
         ("tests/test_cache.py::test_parameters_that_look_alike_are_distinguished",),
     ),
     Fault(
-        "calls.py",
-        "    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):\n        return None\n    return (",
-        "    return (",
-        ("tests/test_plans.py::test_a_score_that_learns_is_no_renewed_call",),
+        "backends/call_kind.py",
+        "(learning.get(id(t)), None if id(t) in learning else t) for t in captured]",
+        "(None, t) for t in captured]",
+        _WHOLE_MASK,
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),
     Fault(

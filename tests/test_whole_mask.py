@@ -6,6 +6,7 @@ imported, so `test_by_the_interpreter` runs this file in a process of its own.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -322,6 +323,169 @@ def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch)
     assert flexmasks.cache_info()["kinds"].parts["calls"].entries > 0
 
 
+# --- biases that learn ---
+
+
+def _table(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
+    return score + table[h, kv - q + 96]
+
+
+_BIASES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    # The shape of what learns for B, H, Q and KV = 4, 4, 96, 70, and the score.
+    "of all": ((96, 70), lambda bias: bias),
+    "of heads": ((1, 4, 96, 70), lambda bias: flexmasks.scores.dense_bias(bias=bias)),
+    "of elements": ((4, 1, 96, 70), lambda bias: bias),
+    "of both": ((4, 4, 96, 70), lambda bias: bias),
+    "of pairs": ((2, 4, 96, 70), lambda bias: flexmasks.scores.pair_bias(bias=bias, group=2)),
+    "of keys": ((1, 1, 1, 70), lambda bias: bias),
+    "of keys and groups": ((2, 4, 1, 70), lambda bias: flexmasks.scores.pair_bias(bias=bias, group=2)),
+    "table": ((4, 200), lambda table: functools.partial(_table, table=table)),
+    "rows": ((4, 4, 96, 7), lambda rows: lambda s, b, h, q, kv: s + rows[b, h, q, kv // 10]),
+}
+
+
+def _with_bias(name: str, learned: Tensor, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """Return what a score of `_BIASES` adds, [B, H, Q, KV]."""
+    q, kv = torch.arange(q_len)[:, None], torch.arange(kv_len)
+    if name == "table":
+        return learned[:, kv - q + 96][None].expand(batch, -1, -1, -1)
+    if name == "rows":
+        return learned[..., kv // 10]
+    if "pairs" in name or "groups" in name:
+        learned = learned.repeat_interleave(batch // len(learned), 0)
+    return learned.expand(batch, heads, q_len, kv_len)
+
+
+def _step(leaves: list[Tensor], name: str, **call: Any) -> list[Tensor]:
+    """Return output, lse and gradients, also of what learns, the last of the leaves."""
+    q, k, v, learned = leaves
+    score = _BIASES[name][1](learned)
+    out, lse = flexmasks.attention(q, k, v, score=score, return_lse=True, q_offset="first", **call)
+    seen = torch.where(lse == -math.inf, 0, lse)
+    generator = torch.Generator().manual_seed(5)
+    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in (out, seen)]
+    return [out, seen, *torch.autograd.grad([out, seen], leaves, upstream)]
+
+
+def _formula(leaves: list[Tensor], name: str, visible: Tensor) -> list[Tensor]:
+    """The same in float64."""
+    others = [exact(x) for x in leaves]
+    q, k, v, learned = others
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[3])
+    scores = scores + _with_bias(name, learned, *scores.shape)
+    scores = scores.masked_fill(~visible.cpu(), -math.inf)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.where(empty, 0, torch.where(empty, 0.0, scores).softmax(-1))
+    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    seen = torch.where(empty, 0.0, scores).logsumexp(-1).masked_fill(empty[..., 0], 0)
+    generator = torch.Generator().manual_seed(5)
+    upstream = [torch.randn(x.shape, generator=generator) for x in (out, seen)]
+    upstream[0] = upstream[0].to(leaves[0].dtype).double()
+    return [out, seen, *torch.autograd.grad([out, seen], others, [upstream[0], upstream[1].double()])]
+
+
+def _learning(name: str, device: str, dtype: torch.dtype, kv_heads: int = 4, size: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    shapes = (4, 4, 96, size), (4, kv_heads, 70, size), (4, kv_heads, 70, size), _BIASES[name][0]
+    made = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+    return [x.requires_grad_() for x in made]
+
+
+@on_devices
+@pytest.mark.parametrize("name", _BIASES)
+def test_biases_that_learn(name: str, device: str) -> None:
+    """Their gradients are sums in one order, equal at each run; new tensors at each step make no new kernels."""
+    dtype = FP16 if INTERPRETED or "e" in name else BF16
+    leaves = _learning(name, device, dtype, kv_heads=2 if "of" in name else 4)
+    generator = torch.Generator().manual_seed(1)
+    lens = torch.tensor([70, 33, 0, 64], device=device)
+    masks: list[tuple[Any, Tensor]] = [
+        (lambda b, h, q, kv: kv < lens[b], torch.arange(70) < lens.cpu()[:, None, None, None]),
+        (shown := torch.rand(4, 1, 96, 70, generator=generator).to(device) < 0.3, shown),
+    ]
+    for mask, visible in masks[: 1 if INTERPRETED else 2]:
+        want = _formula(leaves, name, visible)
+        assert (
+            flexmasks.explain(*leaves[:3], mask=mask, score=_BIASES[name][1](leaves[3]), q_offset=0).backend == "short"
+        )
+        got = _step(leaves, name, mask=mask)
+        for a, b, unit in zip(got, want, (0.05, 0.05, 0.05, 0.05, 0.05, float(want[5].abs().max())), strict=True):
+            assert error(a, b, unit=unit) < 2 * TOLERANCE[dtype]
+        for _ in range(1 if INTERPRETED else 10):
+            assert all(map(torch.equal, got, _step(leaves, name, mask=mask)))
+    again = [torch.randn_like(x).requires_grad_() for x in leaves]
+    want = _formula(again, name, visible)
+    for a, b, unit in zip(_step(again, name, mask=mask), want, (*(0.05,) * 5, float(want[5].abs().max())), strict=True):
+        assert error(a, b, unit=unit) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+@pytest.mark.parametrize("length", [49, 144, 197, 385])
+@pytest.mark.parametrize("size", [16, 32, 64, 96, 128])
+def test_sizes_of_windows_and_proteins(length: int, size: int) -> None:
+    """Lengths that no tile divides, also where autocast casts q, k and v, and the bias is float32."""
+    shape = (6, 4, length, size)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=BF16).requires_grad_() for _ in range(3))
+    bias = torch.randn(3, 4, length, length, device="cuda").requires_grad_()
+    lens = torch.tensor([length, 1, length // 2, length - 1, 0, length], device="cuda")
+    d_out = torch.randn(shape, device="cuda", dtype=BF16)
+
+    def step() -> list[Tensor]:
+        score = flexmasks.scores.pair_bias(bias=bias, group=2)
+        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score=score, backend="short")
+        return [out, *torch.autograd.grad(out, (q, k, v, bias), d_out)]
+
+    others = [exact(x) for x in (q, k, v, bias)]
+    scores = others[0] @ others[1].mT / math.sqrt(size) + others[3].repeat_interleave(2, 0)
+    visible = torch.arange(length) < lens.cpu()[:, None, None, None]
+    out = torch.where(visible, scores.masked_fill(~visible, -1e30).softmax(-1), 0) @ others[2]
+    want = [out, *torch.autograd.grad(out, others, d_out.double().cpu())]
+    got = step()
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b, unit=float(b.detach().abs().max())) < 2 * TOLERANCE[BF16]
+    assert all(map(torch.equal, got, step()))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert all(map(torch.equal, got, step()))
+
+
+@on_devices
+def test_steps_with_a_bias_of_pairs(device: str) -> None:
+    """A bias that a layer makes at each step, a part of a model's parameters, or one without a gradient."""
+    leaves = _learning("of pairs", device, FP16)
+    visible = torch.ones(4, 1, 96, 70, dtype=torch.bool)
+    want = _formula(leaves, "of pairs", visible)
+    for _ in range(3):
+        made = leaves[3] * 1  # no leaf
+        score = flexmasks.scores.pair_bias(bias=made, group=2)
+        out = flexmasks.attention(*leaves[:3], backend="short", score=score)
+        assert error(out, want[0]) < 2 * TOLERANCE[FP16]
+        parameter = torch.nn.Parameter(leaves[3].detach())
+        score = flexmasks.scores.pair_bias(bias=parameter, group=2)
+        out, lse = flexmasks.attention(*leaves[:3], backend="short", score=score, return_lse=True)
+        (out.float().sum() + lse.sum()).backward()
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        with torch.no_grad():
+            assert error(flexmasks.attention(*leaves[:3], backend="short", score=score), want[0]) < 2 * TOLERANCE[FP16]
+    assert flexmasks.cache_info()["kinds"].parts["calls"].entries == 3  # no leaf, with the lse, and without gradients
+
+
+@on_devices
+def test_new_lengths_and_biases_at_every_step(device: str) -> None:
+    q, k, v, _ = _learning("of pairs", device, FP16)
+    for step in range(4):
+        bias = torch.randn(2, 4, 96, 70, device=device, dtype=FP16).requires_grad_()
+        lens = torch.tensor([70, 33 + step, 0, 64], device=device)
+        got = _step([q, k, v, bias], "of pairs", mask="padding", seq_lens=lens, backend="short")
+        want = _formula([q, k, v, bias], "of pairs", torch.arange(70) < lens.cpu()[:, None, None, None])
+        for a, b in zip(got, want, strict=True):
+            assert error(a, b, unit=float(b.detach().abs().max())) < 2 * TOLERANCE[FP16]
+    kinds = flexmasks.cache_info()["kinds"].parts["calls"]
+    assert kinds.entries == 1
+    assert kinds.hits >= 1
+
+
 # --- the choice, and sizes ---
 
 
@@ -329,7 +493,7 @@ def test_spans_hold_all_visible_pairs() -> None:
     def try_one(batch: int, heads: int, q_len: int, kv_len: int, share: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         visible = torch.rand(batch, heads, q_len, kv_len, generator=generator) < share
-        for spans, rows in zip(spans_of(visible), (visible, visible.transpose(2, 3)), strict=True):
+        for spans, rows in zip(spans_of(visible, q_len), (visible, visible.transpose(2, 3)), strict=True):
             assert spans.shape == (batch, heads, -(-rows.shape[2] // TILE), 2)
             assert spans.dtype == torch.int32
             for b, h, n in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).view(-1, 3).tolist():
@@ -394,7 +558,7 @@ def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch)
     weight = None if added == "nothing" else torch.ones(1, 2, 1, 1)
     bias = torch.zeros(1, 1, 256, 256) if added == "bias" else None
     line = Line(1.0, 0.0, 0, False) if added == "line" else None
-    mask = WholeMask(visible, *spans_of(visible), weight, bias, line, 0.1)
+    mask = WholeMask(visible, *spans_of(visible, 256), weight, bias, line, 0.1)
     kernels = launch.kernels_of(q, k, v, mask)
     out, lse = kernels.forward(q, k, v, mask)
     kernels.backward(d_out, None, q, k, v, out, lse, mask)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flexmasks import compat
-from flexmasks.backends.call import Replay
+from flexmasks.backends.call import Maker, Replay
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.plans.recorded import LOCK, Form, Recorded
 from flexmasks.spec.structure import Aliases, Opaque, in_one_piece
@@ -28,6 +29,9 @@ class CallKind:
         forms: what the call reads, a form behind those that it is made from.
         tensors: the tensors of the call.
         """
+        learns = any(t.requires_grad for t in tensors)
+        if learns and not all(type(t) in (Tensor, Parameter) and t.is_contiguous() and not vars(t) for t in tensors):
+            raise Opaque("a tensor that learns beside one of which the call holds a copy")
         places = {id(t): n for n, t in enumerate(tensors)}
         if len(places) < len(tensors):
             raise Opaque("one tensor in two places, which may be two tensors in the next call")
@@ -42,7 +46,9 @@ class CallKind:
             self._programs.append((form.program, [places[id(t)] for t in form.inputs]))
             places |= {id(t): count + n for n, t in enumerate(form.tensors)}
             count += len(form.tensors)
-        in_functions = {id(aliases.of(t)): n for n, t in enumerate(tensors)} if replay.calls_functions else {}
+        in_functions = {}
+        if replay.calls_functions:  # they hold aliases, or the tensors themselves where these learn or are a bias
+            in_functions = {id(aliases.of(t)): n for n, t in enumerate(tensors) if not t.requires_grad} | places
         in_functions |= {key: n for key, n in places.items() if n >= len(tensors)}
         for form in forms:
             for number, expanded in form.spread:
@@ -53,6 +59,8 @@ class CallKind:
         read, captured, self._make = replay.taken()
         if any(id(t) not in places and id(t) not in constants for t in read):
             raise Opaque("a tensor that is made in another way")
+        if learns and any(id(t) not in in_functions for t in captured):
+            raise Opaque("a tensor that is made of one that learns")
         # The place of each tensor among those of a later call, or the constant itself.
         self._read = [(places.get(id(t)), constants.get(id(t))) for t in read]
         self._captured = [(in_functions.get(id(t)), None if id(t) in in_functions else t) for t in captured]
@@ -61,16 +69,16 @@ class CallKind:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Replay:
         """Return the call with these tensors."""
-        own = [t.detach() for t in tensors]
+        own = [t if t.requires_grad else t.detach() for t in tensors]
         return Lent(self, own) if self._lends and self._recorded else self.made(own)
 
     def made(self, tensors: Sequence[Tensor], lends: bool = False) -> Replay:
-        """Return the call with these tensors, which have no gradients.
+        """Return the call with these tensors. Gradients flow through those alone that functions read.
 
         lends: what the call reads may lie in memory of the programs. Then the call holds until they run again, and the
             caller holds LOCK.
         """
-        values = list(tensors)
+        values = [t.detach() if t.requires_grad else t for t in tensors]
         for program, places in self._programs:
             run = program.lend if lends and isinstance(program, Recorded) else program
             values += run([values[n] for n in places])
@@ -97,6 +105,35 @@ def call_kind_of(
         known = forms()
         return None if known is None else CallKind(replay, known, aliases, tensors)
     return None
+
+
+class Learning(NamedTuple):
+    """A call with a mask that stays, and a score change whose tensors learn: they are new at each call."""
+
+    read: Sequence[Tensor]
+    captured: Sequence[tuple[int | None, Tensor | None]]  # the place among the call's tensors, or the tensor
+    make: Maker
+
+    @classmethod
+    def of(cls, replay: Replay, forms: Sequence[Form], tensors: Sequence[Tensor]) -> Learning:
+        """Raises Opaque if the call cannot be made with other tensors that learn.
+
+        forms: what the call reads. tensors: the tensors of the call.
+        """
+        learning = {id(t): n for n, t in enumerate(tensors) if t.requires_grad}
+        if any(id(t) in learning for form in forms for t in form.inputs):
+            raise Opaque("a form that is made of a tensor that learns")
+        if any(type(t) not in (Tensor, Parameter) or not t.is_contiguous() or vars(t) for t in tensors):
+            raise Opaque("a tensor of which the call may hold a copy")
+        read, captured, make = replay.taken()
+        held = {id(t) for t in tensors} - learning.keys()
+        if any(id(t) in held for t in captured) or not learning.keys() <= {id(t) for t in captured}:
+            raise Opaque("a tensor of the user's that would be kept, or one that learns and is not known")
+        return cls(read, [(learning.get(id(t)), None if id(t) in learning else t) for t in captured], make)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Replay:
+        """Return the call with these tensors."""
+        return self.make(self.read, [tensors[n] if t is None and n is not None else t for n, t in self.captured])
 
 
 class Lent(Replay):

@@ -23,8 +23,8 @@ def refuses(call: Call) -> str | None:
         return "torch.compile does not trace it"
     if call.mask.is_given and device in _ON_GPU:
         return "on a GPU it takes a mask, not blocks"
-    if call.learns:
-        return "it gives no gradient to captured tensors of a mask or score"
+    if call.learns and device not in _ON_GPU:
+        return "on a CPU it gives no gradient to captured tensors of a score"
     reason = short_gpu.refuses(call) if device in _ON_GPU else short_cpu.refuses(call)
     if reason is not None:
         return reason

@@ -31,28 +31,38 @@ class ShortCall(Replay):
         if compat.transforms_active():
             raise Unavailable("it does not run inside transforms of torch.func")
         if not self.needs_grad:
-            out, lse = self.forward(q, k, v)
+            out, lse = self.forward(q, k, v, *self.summand_numbers())
             return out, lse if self.with_lse else None
-        results = _Attend.apply(self, q, k, v)
+        results = _Attend.apply(self, q, k, v, *self.summand_numbers())
         return results if self.with_lse else (results, None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients."""
+    def summand_numbers(self) -> list[Tensor]:
+        """Return what is added to the scores if it is made at each call, else nothing. It may learn."""
+        return []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients.
+
+        added: what `summand_numbers` returns.
+        """
         raise NotImplementedError
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
-    ) -> tuple[Tensor, ...] | None:
-        """Return the gradients of q, k and v. The result is None if the reference is to compute them."""
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        *added: Tensor,
+    ) -> tuple[Tensor, ...] | None:  # fmt: skip
+        """Return the gradients of q, k, v and what is added. The result is None if the reference is to compute them."""
         raise NotImplementedError
 
     def read_by_backward(self) -> list[Tensor]:
         """Return the tensors of the mask and the bias, which the backward pass reads again."""
         return [self.visible, *(t for t in self.bias or () if t is not None)]
 
-    def by_reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def by_reference(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse as the reference does, which reads nothing hidden."""
-        score_mod = None if self.bias is None else functools.partial(_added_to, self.bias.product())
+        bias = added[0] if added else None if self.bias is None else self.bias.product()
+        share = q.shape[0] // bias.shape[0] if bias is not None else 1
+        score_mod = None if bias is None else functools.partial(_added_to, bias, share)
         one = torch.ones(1, 1, 1, dtype=torch.int32, device=q.device)
         block_mask = compat.BlockMask.from_kv_blocks(
             one, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=q.device), BLOCK_SIZE=(q.shape[2], k.shape[2]),
@@ -68,29 +78,30 @@ class _Attend(compat.SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ShortCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out, lse = call.forward(q, k, v)
-        ctx.call = call
+    def forward(ctx: Any, call: ShortCall, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Any:
+        out, lse = call.forward(q, k, v, *added)
+        ctx.call, ctx.inputs = call, 3 + len(added)
         ctx.set_materialize_grads(False)
         # A change of the mask's tensors in place, as by `Plan.update`, raises torch's own error.
-        ctx.save_for_backward(q, k, v, out, lse, *call.read_by_backward())
+        ctx.save_for_backward(out, lse, q, k, v, *added, *call.read_by_backward())
         return (out, lse) if call.with_lse else out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *_ = ctx.saved_tensors
+        out, lse, *saved = ctx.saved_tensors
+        q, k, v, *added = saved[: ctx.inputs]
         if d_out is None:
             d_out = torch.zeros_like(out)
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
         upstream = [d_out] if d_lse is None else [d_out, d_lse]
         looks_inside = differentiable or is_traced_or_transformed() or not all(map(has_memory, upstream))
-        grads = None if looks_inside or lse is None else ctx.call.backward(q, k, v, out, lse, d_out, d_lse)
+        grads = None if looks_inside or lse is None else ctx.call.backward(q, k, v, out, lse, d_out, d_lse, *added)
         if grads is not None:
-            return None, *grads
+            return None, *grads, *[None] * (ctx.inputs - len(grads))
         needed = ctx.needs_input_grad[1:]
-        inputs = [x for x, need in zip((q, k, v), needed, strict=True) if need]
+        inputs = [x for x, need in zip((q, k, v, *added), needed, strict=True) if need]
         with torch.enable_grad():
-            again = ctx.call.by_reference(q, k, v)[: len(upstream)]
+            again = ctx.call.by_reference(q, k, v, *added)[: len(upstream)]
         gradients = iter(torch.autograd.grad(again, inputs, upstream, create_graph=differentiable, allow_unused=True))
         return None, *(next(gradients) if need else None for need in needed)
 
@@ -102,5 +113,5 @@ def _read(table: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return table[b, h, q, kv]
 
 
-def _added_to(bias: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return score + _read(bias, b, h, q, kv)
+def _added_to(bias: Tensor, share: int, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score + _read(bias, b // share, h, q, kv)

@@ -112,7 +112,7 @@ class CpuShort(ShortCall):
             self.uncompiled.products += q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
         return super().__call__(q, k, v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and lse, see `ShortCall.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
@@ -130,7 +130,15 @@ class CpuShort(ShortCall):
         return out.reshape(q.shape), lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        *added: Tensor,
     ) -> tuple[Tensor, ...] | None:
         """Return the gradients of q, k and v, None if one is not finite."""
         rows = self._rows(q, k)

@@ -3,6 +3,10 @@
 The host's time decides there. A compiled kernel of torch takes a few tenths of a millisecond of it, with gradients, and
 seconds to compile for each function; these kernels take a tenth of that, and one set of them runs every mask.
 
+What a score change adds may learn, as the biases of pairs of proteins and of windows of images do. Its gradient is
+summed over the batch elements and heads that share it in one order, without atomic operations, so it is the same at
+each run. A bias that is a tensor of the user's is read where it lies, without a copy for each batch element.
+
 SDPA with the mask as a bias is as fast with gradients. It cannot take their place: NaN in a hidden key would reach its
 output, which `attention` promises it does not, and it gives no lse.
 """
@@ -21,15 +25,20 @@ from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.short_call import ShortCall
 from flexmasks.kernels.direct import is_plain
-from flexmasks.kernels.whole_mask import Line, WholeMask
+from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, in_wide_rows
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.whole import Added
+from flexmasks.plans.whole import Added, Summand
+from flexmasks.spec.structure import Opaque
 
 _MAX_LENGTH = 4096  # of queries, and of keys
 _MAX_SIZE = 128  # of a head
 _MAX_PAIRS = 1 << 28  # of queries and keys of all heads: up to as many elements a mask may have
 _MAX_ADDED = 1 << 26  # up to as many numbers a score change may add
+_MAX_PAIRS_OF_BIAS = 1 << 30  # where it adds a tensor as it is; torch's kernels take several times as long
+
+
+_SHARE_OF_WIDE = 8  # batch elements that share a bias, from which a copy of it in wide rows pays
 
 
 def refuses(call: Call) -> str | None:
@@ -43,6 +52,8 @@ def refuses(call: Call) -> str | None:
         return f"on a GPU it takes head sizes that 8 divides, up to {_MAX_SIZE}, not {' and '.join(map(str, sizes))}"
     pairs = call.q.shape[:3].numel() * call.k.shape[2]
     most = _MAX_PAIRS if call.score is None else _MAX_ADDED
+    if call.score is not None and cast(ScorePlan, call.score).is_bias:
+        most = _MAX_PAIRS_OF_BIAS
     if pairs > most:
         return f"on a GPU it is for at most {most:,} pairs of queries and keys, not {pairs:,}"
     return None
@@ -56,16 +67,27 @@ class GpuShort(ShortCall):
     line: Line | None  # that the bias is, whatever tensors hold
     kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
     key = "short"  # of its kernels
-    reads = "spanned", "added"
+    summand: Summand | None = None  # in place of the bias
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("spanned", "added") if self.summand is None else ("spanned", "functions")
+
+    @property
+    def calls_functions(self) -> bool:  # type: ignore[override]
+        return self.summand is not None
 
     @classmethod
     def of(cls, call: Call) -> GpuShort:
         spanned = cast(MaskPlan, call.mask).spanned
-        bias, line = None, None
-        if call.score is not None:
+        bias, line, summand = None, None, None
+        if call.score is not None and (call.learns or cast(ScorePlan, call.score).is_bias):
+            summand = cast(ScorePlan, call.score).summand()
+        elif call.score is not None:
             bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
         scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-        return cls(spanned.visible, bias, scale, call.with_lse, call.needs_grad, spanned.spans, line)
+        common = spanned.visible, bias, scale, call.with_lse, call.needs_grad, spanned.spans, line
+        return cls(*common, summand=summand)
 
     @property
     def nbytes(self) -> int:
@@ -76,17 +98,22 @@ class GpuShort(ShortCall):
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
         bias = [] if self.bias is None else [t for t in self.bias if t is not None]
         has_bias = self.bias is not None
+        if self.summand is not None and not self.summand.tensors:
+            raise Opaque("tensors of the score change that are not known")
+        summand = None if self.summand is None else self.summand._replace(tensors=())
         template = copy.copy(self)  # at a third of the time of `replace`, as below
-        vars(template).update(visible=None, bias=None, spans=None)
+        vars(template).update(visible=None, bias=None, spans=None, summand=summand)
         vars(template).pop("mask", None)
 
         def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuShort:
             visible, *spans = read[:3]
             call = copy.copy(template)
             vars(call).update(visible=visible, spans=tuple(spans), bias=Added(*read[3:]) if has_bias else None)
+            if summand is not None:
+                vars(call).update(summand=summand._replace(tensors=captured))
             return call
 
-        return [self.visible, *self.spans, *bias], [], make
+        return [self.visible, *self.spans, *bias], [] if self.summand is None else self.summand.tensors, make
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if not is_plain(q, k, v):
@@ -96,18 +123,25 @@ class GpuShort(ShortCall):
     def read_by_backward(self) -> list[Tensor]:
         return [*self.spans, *super().read_by_backward()]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def summand_numbers(self) -> list[Tensor]:
+        return [] if self.summand is None else [self.summand.numbers()]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = compat.with_rows_together(q, k, v)
-        out, lse = self._kernels(q, k, v).forward(q, k, v, self.mask)
+        mask = self._mask_with(q, added)
+        out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
         return out, lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        *added: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         q, k, v, d_out = compat.with_rows_together(q, k, v, d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        d_q, d_k, d_v = self._kernels(q, k, v).backward(d_out, d_lse, q, k, v, out, lse, self.mask)
-        return d_q, d_k, d_v
+        mask = self._mask_with(q, added)
+        learns = any(x.requires_grad for x in added)
+        kernels = self._kernels(q, k, v, mask)
+        return cast(tuple[Tensor, ...], kernels.backward(d_out, d_lse, q, k, v, out, lse, mask, learns))
 
     @functools.cached_property
     def mask(self) -> WholeMask:
@@ -117,11 +151,22 @@ class GpuShort(ShortCall):
             self.visible, *self.spans, weight, None if self.line else numbers, self.line, cast(float, self.scale)
         )
 
-    def _kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        layout = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    def _mask_with(self, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
+        """Return the mask with numbers that are made at each call in place of the bias."""
+        if not added:
+            return self.mask
+        share = q.shape[0] // added[0].shape[0]
+        is_wide = share >= _SHARE_OF_WIDE and added[0].shape[3] % TILE > 0
+        bias = in_wide_rows(added[0]) if is_wide else added[0]
+        return self.mask._replace(bias=bias, share=share, is_wide=is_wide)
+
+    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
+        layout: Any = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+        if self.summand is not None and mask.bias is not None:
+            layout = *layout, mask.bias.shape, mask.bias.stride(), mask.bias.dtype, mask.bias.data_ptr() % 16
         kernels = self.kernels.get(layout)
         if kernels is None:
             from flexmasks.kernels.whole_mask_launch import kernels_of  # Triton is not installed on every system
 
-            kernels = self.kernels[layout] = kernels_of(q, k, v, self.mask)
+            kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
         return kernels

@@ -39,6 +39,7 @@ from flexmasks.backends.call import (
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT
 from flexmasks.errors import passing_error
+from flexmasks.plans.score_plan import ScorePlan
 
 _log = logging.getLogger("flexmasks")
 _FLEX_RECOMPILES_ON = (
@@ -166,8 +167,15 @@ def _is_decoding(call: Call) -> bool:
 
 
 def _is_small(call: Call) -> bool:
-    """Return whether a call on a GPU is so small that the host's time decides."""
-    return _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP and short.refuses(call) is None
+    """Return whether "short" is best for a call on a GPU.
+
+    It is for calls that are so small that the host's time decides, and for those of any size that add a tensor as it
+    is, or what learns: other kernels sum its gradient by atomics, in several times the time, and in another order at
+    each run.
+    """
+    adds = call.learns or (isinstance(call.score, ScorePlan) and call.score.is_bias)
+    is_small = adds or _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP
+    return is_small and short.refuses(call) is None
 
 
 def _flop_of_all_pairs(call: Call) -> int:

@@ -24,12 +24,14 @@ class Line(NamedTuple):
 class WholeMask(NamedTuple):
     """A mask and what is added to scores, as the kernels take them.
 
-    visible: bool [B or 1, H or 1, Q, KV], contiguous.
+    visible: bool [B or 1, H or 1, Q or 1, KV], contiguous.
     key_spans, query_spans: what `spans_of` returns.
-    weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [B or 1, H or 1, Q or 1, KV]; weight * bias, or bias
-        if there is no weight, is added to the scores.
+    weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [G, H or 1, Q or 1, KV] of any floating dtype; weight
+        * bias, or bias if there is no weight, is added to the scores.
     line: what stands in the place of a bias that is one.
     scale: number that q . k is multiplied by.
+    share: how many batch elements share each of the G rows of the bias.
+    is_wide: rows of the bias go on in memory to the end of the last tile of keys.
     """
 
     visible: Tensor
@@ -39,18 +41,29 @@ class WholeMask(NamedTuple):
     bias: Tensor | None
     line: Line | None
     scale: float
+    share: int = 1
+    is_wide: bool = False
 
 
-def spans_of(visible: Tensor) -> tuple[Tensor, Tensor]:
+def spans_of(visible: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     """The spans of tiles that see each other, for each tile of queries and for each tile of keys, both int32 [B or 1, H
     or 1, tiles, 2]: the first tile and the end, 0 where nothing is visible. The host reads no value.
 
-    visible: bool [B or 1, H or 1, Q, KV].
+    visible: bool [B or 1, H or 1, Q or 1, KV].
     """
-    queries, keys = visible.shape[-2:]
-    padded = F.pad(visible, (0, -keys % TILE, 0, -queries % TILE)) if queries % TILE or keys % TILE else visible
-    tiles = padded.unflatten(-1, (-1, TILE)).any(-1).unflatten(-2, (-1, TILE)).any(-2)
+    rows, keys = visible.shape[-2:]
+    below = -rows % TILE if rows > 1 else 0
+    padded = F.pad(visible, (0, -keys % TILE, 0, below)) if below or keys % TILE else visible
+    tiles = padded.unflatten(-1, (-1, TILE)).any(-1)
+    if rows > 1:
+        tiles = tiles.unflatten(-2, (-1, TILE)).any(-2)
+    tiles = tiles.expand(*tiles.shape[:2], -(-queries // TILE), -1)
     return _spans(tiles), _spans(tiles.transpose(-1, -2))
+
+
+def in_wide_rows(bias: Tensor) -> Tensor:
+    """Return a bias whose rows go on in memory to the end of the last tile, so that kernels read 16 bytes at once."""
+    return F.pad(bias, (0, -bias.shape[3] % TILE))[..., : bias.shape[3]]
 
 
 def _spans(tiles: Tensor) -> Tensor:

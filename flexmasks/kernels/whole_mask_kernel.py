@@ -5,9 +5,10 @@ the first tile to the last that one of them sees. A program of the gradients of 
 key head, and goes over the queries of all its query heads. No program writes where another one does, so results are the
 same at each run.
 
-A byte of the mask is read for each pair in these tiles, and with a bias 4 more; a bias that is a line over the distance
-is computed. Scores stay natural numbers, and are multiplied by log2(e) only after the largest score was subtracted: the
-product of a very low score would be infinite.
+A byte of the mask is read for each pair in these tiles, and a number where there is a bias, which batch elements may
+share; a bias that is a line over the distance is computed. A program of the gradient of a bias takes a tile of it, and
+goes over the batch elements and heads that share it. Scores stay natural numbers, and are multiplied by log2(e) only
+after the largest score was subtracted: the product of a very low score would be infinite.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flexmasks.kernels import whole_mask
 _TILE: tl.constexpr = tl.constexpr(whole_mask.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NUMBERS = (
-    "queries", "keys", "heads", "blocks", "span_count",
+    "queries", "keys", "heads", "blocks", "span_count", "share", "members", "each",
     "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key", "v_batch", "v_head", "v_key",
     "out_batch", "out_head", "out_query", "d_out_batch", "d_out_head", "d_out_query",
     "d_q_batch", "d_q_head", "d_q_query", "d_k_batch", "d_k_head", "d_k_key", "d_v_batch", "d_v_head", "d_v_key",
@@ -69,29 +70,53 @@ def _span_of(spans, block, span_count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr, LINE: tl.constexpr):
-    """Scores, -inf where hidden.
+def _scores(
+    left, right, pairs, query, key,
+    TURNED: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr, LINE: tl.constexpr, ONE_ROW: tl.constexpr,
+    BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores [queries, keys], -inf where hidden; [keys, queries] if TURNED.
 
+    left, right: queries and turned keys, or keys and turned queries.
     pairs: the mask and the bias of a batch element and head, their strides of queries, the lengths, and the scale with
         the numbers of a line.
-    query, key: positions, which broadcast with the products.
+    query, key: positions.
+
+    WIDE: rows of the bias go on to the end of the last tile of keys.
+
+    A mask of one row is read as a vector: from a matrix [1, keys], Triton moves all scores to the registers of it.
     """
     visible, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift = pairs
-    query_row = query.to(tl.int64)
-    at = visible + query_row * (visible_query * GRAIN) + key
-    if EVEN:
-        marks = tl.load(at)
+    of_query = query[None, :] if TURNED else query[:, None]
+    of_key = key[:, None] if TURNED else key[None, :]
+    query_row = of_query.to(tl.int64)
+    if ONE_ROW:
+        line = tl.load(visible + key) if EVEN else tl.load(visible + key, mask=key < keys, other=0)
+        marks = line[:, None] if TURNED else line[None, :]
+    elif EVEN:
+        marks = tl.load(visible + query_row * (visible_query * GRAIN) + of_key)
     else:
-        marks = tl.load(at, mask=(query < queries) & (key < keys), other=0)
-    scores = products * scale
-    if LINE or bias is not None:
-        if LINE:
-            distance = (key - query - shift).to(tl.float32)
-            numbers = slope * (tl.abs(distance) if LINE == _ABSOLUTE else distance) + begin
+        inside = (of_query < queries) & (of_key < keys)
+        marks = tl.load(visible + query_row * (visible_query * GRAIN) + of_key, mask=inside, other=0)
+    if LINE or bias is None:
+        scores = tl.dot(left, right) * scale
+    else:
+        row = bias + query_row * (bias_query * BIAS_GRAIN) + of_key
+        if EVEN:
+            numbers = tl.load(row)
+        elif WIDE:
+            numbers = tl.load(row, mask=of_query < queries, other=0.0)
         else:
-            numbers = tl.load(bias + query_row * bias_query + key, mask=marks != 0, other=0.0)
+            numbers = tl.load(row, mask=(of_query < queries) & (of_key < keys), other=0.0)
+        numbers = numbers.to(tl.float32)
         if weight is not None:
-            numbers *= tl.load(weight + query_row * weight_query, mask=query < queries, other=0.0)
+            numbers *= tl.load(weight + query_row * weight_query, mask=of_query < queries, other=0.0)
+        scores = tl.dot(left, right) * scale + numbers
+    if LINE:
+        distance = (of_key - of_query - shift).to(tl.float32)
+        numbers = slope * (tl.abs(distance) if LINE == _ABSOLUTE else distance) + begin
+        if weight is not None:
+            numbers *= tl.load(weight + query_row * weight_query, mask=of_query < queries, other=0.0)
         scores += numbers
     return tl.where(marks != 0, scores, float("-inf"))
 
@@ -101,13 +126,16 @@ def _step(
     start, q_rows, query, k, v, k_key, v_key, keys, pairs,
     KEYS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
+    ONE_ROW: tl.constexpr, BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys, values, and the scores of queries with these keys."""
     key = start + tl.arange(0, KEYS)
     k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-    products = tl.dot(q_rows, tl.trans(k_rows))
-    return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN, LINE)
+    scores = _scores(
+        q_rows, tl.trans(k_rows), pairs, query, key, False, EVEN, MASK_GRAIN, LINE, ONE_ROW, BIAS_GRAIN, WIDE
+    )
+    return k_rows, v_rows, scores
 
 
 @triton.jit
@@ -146,13 +174,14 @@ def _bytes(visible):
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward_kernel(
     out, lse, q, k, v, visible, key_spans, weight, bias, scale, slope, begin, shift,
-    queries, keys, heads, blocks, span_count,
+    queries, keys, heads, blocks, span_count, share,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
     visible_batch, visible_head, visible_query, span_batch, span_head,
     weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
+    ONE_ROW: tl.constexpr, BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend some queries of one head."""
     program = tl.program_id(0)
@@ -168,7 +197,7 @@ def forward_kernel(
     marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
     key_spans += b * span_batch + h * span_head
     if bias is not None:
-        bias += b * bias_batch + h * bias_head
+        bias += (b // share * bias_batch + h * bias_head) * BIAS_GRAIN
     if weight is not None:
         weight += b * weight_batch + h * weight_head
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
@@ -181,7 +210,7 @@ def forward_kernel(
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         _, v_rows, scores = _step(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
-            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE, ONE_ROW, BIAS_GRAIN, WIDE,
         )  # fmt: skip
         row_max, total, acc = _with_scores(row_max, total, acc, scores, v_rows, DOT)
     acc, row_lse = _output_and_lse(row_max, total, acc)
@@ -192,7 +221,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_NUMBERS)
 def query_gradient_kernel(
     d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, weight, bias, scale, slope, begin, shift,
-    queries, keys, heads, blocks, span_count,
+    queries, keys, heads, blocks, span_count, share,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
     d_out_batch, d_out_head, d_out_query, d_q_batch, d_q_head, d_q_query,
     visible_batch, visible_head, visible_query, span_batch, span_head,
@@ -200,6 +229,7 @@ def query_gradient_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
+    ONE_ROW: tl.constexpr, BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of some queries of one head. Also writes, for the other kernel, the sum of out * d_out of
     each query, less the gradient of its lse.
@@ -219,7 +249,7 @@ def query_gradient_kernel(
     marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
     key_spans += b * span_batch + h * span_head
     if bias is not None:
-        bias += b * bias_batch + h * bias_head
+        bias += (b // share * bias_batch + h * bias_head) * BIAS_GRAIN
     if weight is not None:
         weight += b * weight_batch + h * weight_head
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
@@ -238,7 +268,7 @@ def query_gradient_kernel(
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         k_rows, v_rows, scores = _step(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
-            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE, ONE_ROW, BIAS_GRAIN, WIDE,
         )  # fmt: skip
         weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
         d_weights = tl.dot(upstream, tl.trans(v_rows))
@@ -250,7 +280,7 @@ def query_gradient_kernel(
 @triton.jit(do_not_specialize=_NUMBERS)
 def key_gradients_kernel(
     d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, weight, bias, scale, slope, begin, shift,
-    queries, keys, heads, blocks, span_count,
+    queries, keys, heads, blocks, span_count, share,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key,
     d_out_batch, d_out_head, d_out_query, d_k_batch, d_k_head, d_k_key, d_v_batch, d_v_head, d_v_key,
     visible_batch, visible_head, visible_query, span_batch, span_head,
@@ -258,6 +288,7 @@ def key_gradients_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
+    ONE_ROW: tl.constexpr, BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of some keys of one key head, and of their values."""
     program = tl.program_id(0)
@@ -282,7 +313,7 @@ def key_gradients_kernel(
         marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
         own_weight, own_bias = weight, bias
         if bias is not None:
-            own_bias = bias + b * bias_batch + h * bias_head
+            own_bias = bias + (b // share * bias_batch + h * bias_head) * BIAS_GRAIN
         if weight is not None:
             own_weight = weight + b * weight_batch + h * weight_head
         pairs = (
@@ -297,8 +328,9 @@ def key_gradients_kernel(
             upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
             row_lse = _finite_lse(lse, line + query, is_query)
             delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
-            products = tl.dot(k_rows, tl.trans(q_rows))
-            scores = _scores(products, pairs, query[None, :], key[:, None], EVEN, MASK_GRAIN, LINE)
+            scores = _scores(
+                k_rows, tl.trans(q_rows), pairs, query, key, True, EVEN, MASK_GRAIN, LINE, ONE_ROW, BIAS_GRAIN, WIDE
+            )
             weights = tl.exp2((scores - row_lse[None, :]) * _LOG2_E)
             v_acc = tl.dot(weights.to(DOT), upstream, v_acc)
             d_weights = tl.dot(v_rows, tl.trans(upstream))
@@ -306,3 +338,76 @@ def key_gradients_kernel(
             k_acc = tl.dot(d_scores.to(DOT), q_rows, k_acc)
     _store_rows(d_k, k_acc * scale, key, d_k_key, keys, K_SIZE, K_WIDTH, GRAIN)
     _store_rows(d_v, v_acc, key, d_v_key, keys, V_SIZE, V_WIDTH, GRAIN)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def bias_gradient_kernel(
+    d_bias, deltas, d_out, lse, q, k, v, visible, key_spans, weight, bias, scale, slope, begin, shift,
+    queries, keys, heads, blocks, span_count, share, members, each,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key,
+    d_out_batch, d_out_head, d_out_query,
+    visible_batch, visible_head, visible_query, span_batch, span_head,
+    weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
+    ONE_ROW: tl.constexpr, BIAS_GRAIN: tl.constexpr, WIDE: tl.constexpr,
+    ONE_HEAD: tl.constexpr, ONE_QUERY: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradient of a tile of a bias over a part of the batch elements and heads that share it, in their order.
+
+    d_bias: float32 [parts, batch elements / share, H or 1, Q or 1, KV].
+    share: the batch elements that share a row of the bias.
+    members: the batch elements, by heads if these share the bias too; a part has `each` of them.
+    blocks: tiles of queries and keys together.
+    """
+    program = tl.program_id(0)
+    columns = tl.cdiv(keys, KEYS)
+    block, column = program % blocks // columns, program % columns
+    bias_heads = 1 if ONE_HEAD else heads
+    bias_queries = 1 if ONE_QUERY else queries
+    own_head = program // blocks % bias_heads
+    group_and_part = program // blocks // bias_heads
+    parts = tl.cdiv(members, each)
+    part, group = group_and_part % parts, group_and_part // parts
+    groups = tl.num_programs(0) // blocks // bias_heads // parts
+    first_block = block
+    end_block = tl.cdiv(queries, ROWS) if ONE_QUERY else block + 1
+    steps = end_block - first_block
+    key = column * KEYS + tl.arange(0, KEYS)
+    acc = tl.zeros((ROWS, KEYS), tl.float32)
+    for step in tl.range(part * each * steps, tl.minimum(members, (part + 1) * each) * steps, num_stages=STAGES):
+        member = step // steps
+        h = member % heads if ONE_HEAD else own_head
+        b = (group * share + (member // heads if ONE_HEAD else member)).to(tl.int64)
+        query = (first_block + step % steps) * ROWS + tl.arange(0, ROWS)
+        is_query = query < queries
+        line = (b * heads + h) * queries
+        own_q = q + (b * q_batch + h * q_head) * GRAIN
+        own_k = k + (b * k_batch + h // GROUP * k_head) * GRAIN
+        own_v = v + (b * v_batch + h // GROUP * v_head) * GRAIN
+        own_d_out = d_out + (b * d_out_batch + h * d_out_head) * GRAIN
+        marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
+        own_bias = bias + (b // share * bias_batch + h * bias_head) * BIAS_GRAIN
+        pairs = (
+            marks, weight, own_bias, visible_query, weight_query, bias_query,
+            queries, keys, scale, slope, begin, shift,
+        )  # fmt: skip
+        q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+        k_rows = _rows_of(own_k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+        v_rows = _rows_of(own_v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+        upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+        row_lse = _finite_lse(lse, line + query, is_query)
+        delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
+        scores = _scores(
+            q_rows, tl.trans(k_rows), pairs, query, key, False, EVEN, MASK_GRAIN, LINE, ONE_ROW, BIAS_GRAIN, WIDE
+        )
+        weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
+        acc += weights * (tl.dot(upstream, tl.trans(v_rows)) - delta[:, None])
+    at = d_bias + ((part * groups + group) * bias_heads + own_head).to(tl.int64) * bias_queries * keys
+    if ONE_QUERY:
+        tl.store(at + key, tl.sum(acc, 0), mask=key < keys)
+    else:
+        query = first_block * ROWS + tl.arange(0, ROWS)
+        inside = (query < queries)[:, None] & (key < keys)[None, :]
+        tl.store(at + query.to(tl.int64)[:, None] * keys + key[None, :], acc, mask=inside)

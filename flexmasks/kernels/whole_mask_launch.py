@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +23,17 @@ from flexmasks.kernels.launches import (
     width_of,
 )
 from flexmasks.kernels.whole_mask import ABSOLUTE, NO_LINE, SIGNED, Line, WholeMask
-from flexmasks.kernels.whole_mask_kernel import forward_kernel, key_gradients_kernel, query_gradient_kernel
+from flexmasks.kernels.whole_mask_kernel import (
+    bias_gradient_kernel,
+    forward_kernel,
+    key_gradients_kernel,
+    query_gradient_kernel,
+)
 
 _NOTHING = Line(0.0, 0.0, 0, False)
 _LONGEST_BLOCK = 128  # queries or keys that a program takes
+_SMALL_HEAD = 64
+_PROGRAMS = 1024  # of the gradient of a bias, about: a GPU's processors take several each
 _kernels: Launches[Kernels] = Launches("whole_mask")
 
 
@@ -43,23 +50,25 @@ class Tiles(NamedTuple):
 # causal attention and a window in bfloat16 on an H100.
 _TILES = {
     ("forward", False, False): Tiles(64, 64, 4, 3),
-    ("forward", False, True): Tiles(64, 64, 4, 2),
+    ("forward", False, True): Tiles(64, 64, 4, 3),
     ("forward", True, False): Tiles(64, 64, 4, 2),
     ("forward", True, True): Tiles(64, 64, 4, 2),
     ("query", False, False): Tiles(64, 64, 4, 3),
-    ("query", False, True): Tiles(64, 64, 4, 2),
+    ("query", False, True): Tiles(64, 64, 4, 3),
     ("query", True, False): Tiles(64, 64, 4, 2),
     ("query", True, True): Tiles(64, 32, 4, 3),
     ("key", False, False): Tiles(64, 64, 4, 3),
     ("key", False, True): Tiles(32, 64, 4, 3),
     ("key", True, False): Tiles(64, 64, 4, 2),
     ("key", True, True): Tiles(32, 64, 4, 2),
+    ("bias", False, True): Tiles(64, 64, 4, 3),
+    ("bias", True, True): Tiles(64, 64, 4, 2),
 }
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
-    key = (q.device.index, _kind_of(mask.line), *layouts_of(*tensors))
+    key = (q.device.index, mask.share, mask.is_wide, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
     if kernels is None:
         kernels = Kernels()
@@ -89,6 +98,7 @@ class Kernels:
     def __init__(self) -> None:
         self._forward: Launch | None = None
         self._backward: dict[Hashable, tuple[Launch, Launch]] = {}
+        self._bias: dict[Hashable, tuple[Launch, int]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
@@ -103,9 +113,9 @@ class Kernels:
 
     def backward(
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        mask: WholeMask,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of q, k and v, given those of output and lse."""
+        mask: WholeMask, learns: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The gradients of q, k and v, and of a bias that learns, given those of output and lse."""
         d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
         numbers, added = _numbers(mask), (mask.weight, mask.bias)
         for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, mask.visible, mask.key_spans, *added
@@ -122,10 +132,44 @@ class Kernels:
                 self._backward[key] = launches
             launches[0](for_query, numbers)
             launches[1](for_keys, numbers)
-        return d_q, d_k, d_v
+            if not learns:
+                return d_q, d_k, d_v
+            return d_q, d_k, d_v, self._of_bias(key, deltas, d_out, q, k, v, lse, mask)
+
+    def _of_bias(
+        self, key: Hashable, deltas: Tensor, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        mask: WholeMask,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the bias, summed over all that share it in an order that is always the same."""
+        bias = cast(Tensor, mask.bias)
+        known = self._bias.get(key)
+        parts = known[1] if known is not None else _parts_of(q, mask)
+        sums = new((parts, *bias.shape), torch.float32, q.device)
+        tensors = sums, deltas, d_out, lse, q, k, v, mask.visible, mask.key_spans, None, bias
+        if known is None:
+            known = _launch_of("bias", bias_gradient_kernel, tensors, mask, (q, k, v, d_out), parts), parts
+            self._bias[key] = known
+        known[0](tensors, _numbers(mask))
+        return (sums[0] if parts == 1 else sums.sum(0)).to(bias.dtype)
 
 
-def _launch_of(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]) -> Launch:
+def _members_of(q: Tensor, mask: WholeMask) -> int:
+    """The batch elements, by heads if these share the bias too, that share each number of a bias."""
+    return mask.share * (q.shape[1] if cast(Tensor, mask.bias).shape[1] == 1 else 1)
+
+
+def _parts_of(q: Tensor, mask: WholeMask) -> int:
+    """How many parts the members of a bias are summed in."""
+    groups, heads, queries, keys = cast(Tensor, mask.bias).shape
+    tiles = _TILES["bias", q.shape[3] > _SMALL_HEAD, True]
+    programs = groups * heads * -(-queries // tiles.rows) * -(-keys // tiles.keys)
+    each = -(-_members_of(q, mask) // max(1, _PROGRAMS // programs))
+    return -(-_members_of(q, mask) // each)
+
+
+def _launch_of(
+    name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor], parts: int = 1
+) -> Launch:
     """Compile a kernel for tensors like these.
 
     with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
@@ -133,22 +177,31 @@ def _launch_of(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_r
     q, k, v = with_rows[:3]
     (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
     widths = width_of(k_size), width_of(v_size)
-    tiles = _TILES[name, max(widths) > 64, mask.bias is not None]
+    tiles = _TILES[name, max(widths) > _SMALL_HEAD, mask.bias is not None]
     spans = mask.query_spans if name == "key" else mask.key_spans
     blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
     programs = batch * (key_heads if name == "key" else heads) * blocks
+    of_bias: tuple[Any, ...] = ()
+    if name == "bias" and mask.bias is not None:
+        groups, bias_heads, rows = mask.bias.shape[:3]
+        blocks = (1 if rows == 1 else blocks) * -(-keys // tiles.keys)
+        programs = parts * groups * bias_heads * blocks
+        of_bias = bias_heads == 1, rows == 1
     row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
     mask_strides = strides_of(mask.visible, 3)
-    grain, mask_grain = grain_of(row_strides), grain_of(mask_strides)
+    bias_strides = strides_of(mask.bias, 3)
+    grain, mask_grain, bias_grain = map(grain_of, (row_strides, mask_strides, bias_strides))
     numbers = (
-        *(queries, keys, heads, blocks, spans.shape[2]),
+        *(queries, keys, heads, blocks, spans.shape[2], mask.share),
+        *((_members_of(q, mask), -(-_members_of(q, mask) // parts)) if name == "bias" else ()),
         *(stride // grain for stride in row_strides),
         *(stride // mask_grain for stride in mask_strides),
-        *strides_of(spans, 2), *strides_of(mask.weight, 3), *strides_of(mask.bias, 3),
+        *strides_of(spans, 2), *strides_of(mask.weight, 3), *(stride // bias_grain for stride in bias_strides),
     )  # fmt: skip
     is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
     constants = (
         *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
         *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
+        *(mask.visible.shape[2] == 1, bias_grain, mask.is_wide, *of_bias),
     )
     return compiled(kernel, programs, tiles.warps, tensors, _numbers(mask), (*numbers, *constants))

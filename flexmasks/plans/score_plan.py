@@ -17,15 +17,17 @@ from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Recorded
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_captured, sized
-from flexmasks.plans.whole import Added, added_of, line_of
+from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.structure import (
     Aliases,
     Opaque,
+    flatten,
 )
 from flexmasks.spec.values import Score
 
+_BIASES = "dense_bias", "pair_bias"  # scores whose sum is their tensor
 _ADDED: Part[Added] = Part(PLANS, "added")
 _TRIED: Part[bool] = Part(KINDS, "tried_scores")
 _SCORES: Part[Prepared] = Part(PLANS, "scores")
@@ -72,12 +74,29 @@ class ScorePlan(Plan):
         added = self._cached(_ADDED, build)
         return added, made[0]
 
+    @property
+    def is_bias(self) -> bool:
+        """Whether the score change adds a tensor of the user's as it is, with a row for each query or one for all."""
+        bias = self.score.params.get("bias")
+        is_own = self.score.definition.own and self.score.definition.name in _BIASES
+        return is_own and isinstance(bias, Tensor) and bias.shape[-2] in (1, self.size.q_len)
+
+    def summand(self) -> Summand:
+        """Return the numbers that the score change adds as a function of its tensors; it must only add."""
+        if self.is_bias:
+            return Summand([self._bound_to[0].params["bias"]], as_rows)
+        score_mod, size = self.mod(), self.size
+        functions, leaves = flatten(score_mod)
+        if not functions.is_whole:
+            return Summand([], lambda _: added_by(score_mod, size))
+        return Summand(leaves.tensors, lambda tensors: added_by(functions.fill(tensors), size))
+
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
         if name == "added":
             added, recorded = self._added
             return Form([t for t in added if t is not None], self.inputs, recorded)
-        if self.prepares_tensors:
+        if self.prepares_tensors and not self.is_bias:
             raise Opaque("tensors that are made for the score change")
         return Form(spread=self.spread)
 

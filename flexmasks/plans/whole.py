@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,20 +77,25 @@ def whole_of(kind: MaskKind) -> Whole:
 
 def spanned_of(kind: MaskKind) -> Spanned:
     """Return the whole mask of many queries, see `_visible_of`."""
-    visible = _visible_of(kind)
-    return Spanned(visible, *spans_of(visible))
+    visible = _visible_of(kind, one_row=True)
+    return Spanned(visible, *spans_of(visible, kind.size.q_len))
 
 
-def _visible_of(kind: MaskKind) -> Tensor:
+def _visible_of(kind: MaskKind, one_row: bool = False) -> Tensor:
     """Return the pairs that are visible, by operations of fixed shapes.
 
     The host reads no value of a tensor unless the sizes say that it may. Raises what the mask's own function raises.
+
+    one_row: a mask that does not depend on the query has one row, for all of them.
     """
     size = kind.size
     mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
-    return boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
+    visible = boolean(over_indices(mask_mod)(*indices), 4)
+    if one_row and visible.stride(2) == 0:  # vmap has expanded what does not depend on this index
+        visible = visible[:, :, :1]
+    return visible.clone(memory_format=torch.contiguous_format)
 
 
 def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
@@ -112,13 +118,34 @@ def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
     The result is float32 [B or 1, H or 1, Q or 1, KV]. The score change only adds to the score, and the host reads no
     value of a tensor unless the sizes say that it may.
     """
-    score_mod = shifted_score(score.bind(score.resolve(size)), offset)
+    return added_by(shifted_score(score.bind(score.resolve(size)), offset), size)
+
+
+def added_by(score_mod: Callable[..., Tensor], size: Size) -> Tensor:
+    """Return what a score_mod adds, see `added_of`; with gradients, where they are wanted."""
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
     added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
     for dim in range(3):
         if added.stride(dim) == 0:  # vmap has expanded what does not depend on this index
             added = added.narrow(dim, 0, 1)
     return added.float().clone(memory_format=torch.contiguous_format)
+
+
+class Summand(NamedTuple):
+    """What a score change adds, made at each call of its tensors, which may learn."""
+
+    tensors: Sequence[Tensor]
+    of: Callable[[Sequence[Tensor]], Tensor]
+
+    def numbers(self) -> Tensor:
+        """Return the numbers [G, H or 1, Q or 1, KV], of any floating dtype; B / G batch elements share a row."""
+        return self.of(self.tensors)
+
+
+def as_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a bias as kernels read it: with four dimensions, the last in one piece."""
+    bias = tensors[0].expand(*(1,) * (4 - tensors[0].ndim), *tensors[0].shape)
+    return bias if bias.stride(3) == 1 else bias.contiguous()
 
 
 def line_of(numbers: Tensor, size: Size, offset: int) -> Line | None:

@@ -13,7 +13,7 @@ def _prepare(
     group: Annotated[int, "int in 1.."] = 1,
 ) -> dict[str, Any]:
     groups = bias.shape[0]
-    if size is not None and groups not in (1, size.batch / group):
+    if size is not None and groups != 1 and groups * group != size.batch:
         raise ValueError(
             f"`bias` must have one row for all, or one for each `group` = {group} of the {size.batch} batch elements, "
             f"got {describe(bias)}."
@@ -40,6 +40,7 @@ def pair_bias(
     group: number of consecutive batch elements that share a bias. In triangle attention each of the N rows of a pair
         representation is a batch element, and the rows of one protein share a bias: `group=N`.
 
+    On a GPU in half precision the backend "short" sums the gradient in one order, so that it is the same at each run.
     Where groups are single batch elements this is `dense_bias`. The bias is not repeated for the elements of a group.
 
     Source: Jumper et al., AlphaFold, 2021 (supplement, algorithms 13 and 14: triangle attention).
