@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -141,11 +141,67 @@ class TreeBatch:
         of_all = pairs.index_select(0, self._flat).split([len(p) for _, p in self.places])
         return [x[1:] for x in of_all]
 
+    @says_what_to_write()
+    def pages(self, page_size: int, *, room: int = 0) -> TreePages:
+        """Return pages of a cache in which sequences share the full pages of equal beginnings, for decoding.
+
+        page_size: tokens of a page.
+        room: tokens that may follow each sequence; their pages, and the last one of a sequence that is not full, are
+            its own.
+
+        Example:
+            >>> from flexmasks import trees
+            >>> batch = trees.pack([[5, 6, 7], [5, 6, 8, 9]])
+            >>> batch.pages(2, room=1).page_table.tolist()
+            [[0, 2, -1], [0, 1, 3]]
+        """
+        for name, value, least in (("page_size", page_size, 1), ("room", room, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"flexmasks.trees: `{name}` must be an int of at least {least}, got {value!r}.")
+        device, length = self.tokens.device, self.tokens.shape[1]
+        paths = [row * length + places for row, places in self.places]
+        full = [p[: len(p) // page_size * page_size].view(-1, page_size) for p in paths]
+        # The place of its last token says all that stands before the end of a page.
+        of_last, shared = torch.cat(full)[:, -1].unique(return_inverse=True)
+        lens = torch.tensor([len(p) for p in paths])
+        own = torch.tensor([-(-(len(p) + room) // page_size) - len(f) for p, f in zip(paths, full, strict=True)])
+        starts = len(of_last) + own.cumsum(0) - own
+        table = torch.full((len(paths), int(max(len(f) + n for f, n in zip(full, own.tolist(), strict=True)))), -1)
+        filled = torch.full((len(of_last) + int(own.sum()), page_size), -1, device=device)
+        filled[shared] = torch.cat(full)
+        ids = shared.cpu().split([len(f) for f in full])
+        for n, (path, start, more) in enumerate(zip(paths, starts.tolist(), own.tolist(), strict=True)):
+            table[n, : len(ids[n]) + more] = torch.cat([ids[n], torch.arange(start, start + more)])
+            rest = path[len(ids[n]) * page_size :]
+            filled[start : start + 1, : len(rest)] = rest
+        return TreePages(table.int().to(device), lens.int().to(device), filled)
+
     def _check(self, call: str, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.shape[:2] != self.tokens.shape:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             wanted = f"a tensor whose first dimensions are {list(self.tokens.shape)}"
             raise ValueError(f"flexmasks.trees.TreeBatch.{call}: expected {wanted}, got {got}.")
+
+
+class TreePages(NamedTuple):
+    """Pages of a cache in which sequences share equal beginnings, as `TreeBatch.pages` returns them.
+
+    page_table: int32[S, P], the pages of each sequence, for `flexmasks.paged_attention`, with -1 behind the last.
+    kv_lens: int32[S], the lengths of the sequences.
+    places: int64[pages, page size], the places of the tokens in the rows of the batch, laid end to end, -1 for none.
+    """
+
+    page_table: Tensor
+    kv_lens: Tensor
+    places: Tensor
+
+    def filled(self, x: Tensor) -> Tensor:
+        """Return a cache of keys or values, [pages, page size, H, D], with 0 where no token is.
+
+        x: keys or values of all tokens of the batch in one layer, [R, H, N, D].
+        """
+        rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.places.clamp(min=0).flatten())
+        return rows.view(*self.places.shape, *rows.shape[1:]).masked_fill((self.places < 0)[..., None, None], 0)
 
 
 class TreeBlockMask(PortableBlockMask):

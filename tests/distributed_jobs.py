@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
+from flexmasks import trees
 from flexmasks.integrations import distributed
 from flexmasks.kernels import wide
 from flexmasks.spec.examples import example
@@ -506,6 +508,52 @@ def sharded_model() -> float:
             optimizer.zero_grad()
     pairs = zip(layer.parameters(), one.parameters(), strict=True)
     return max(float((a.full_tensor() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+class _OfTrees(nn.Module):
+    """Words, a layer of attention, and the log-probabilities of words by parts of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv, self.head = nn.Embedding(20, 16), nn.Linear(16, 48), nn.Linear(16, 20)
+
+    def forward(self, batch: trees.TreeBatch) -> list[Tensor]:
+        x = self.words(batch.tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + flexmasks.attention(q, k, v, mask=batch.plan()).transpose(1, 2).flatten(2)
+        return batch.logprobs(x, head=self.head)
+
+
+def trees_under_fsdp() -> float:
+    """Return the largest difference of parameters that FSDP2 trains on trees from those of one process.
+
+    Each process has trees of its own, new at each step, and the log-probabilities of their answers.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, count = mesh_of(), dist.get_world_size()
+    torch.manual_seed(0)
+    one = _OfTrees().double()
+    sharded = copy.deepcopy(one)
+    fully_shard(sharded.qkv, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, sharded)]
+
+    def loss_of(model: _OfTrees, step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        prompt = torch.randint(20, (5 + rank,), generator=generator)
+        answers = [torch.randint(20, (3 + n,), generator=generator) for n in range(4)]
+        batch = trees.pack([torch.cat([prompt, a]) for a in answers], max_tokens=20)
+        return torch.stack([x[len(prompt) - 1 :].mean() * (n - 1) for n, x in enumerate(model(batch))]).sum()
+
+    for step in range(3):
+        torch.stack([loss_of(one, step, rank) for rank in range(count)]).mean().backward()
+        loss_of(sharded, step, dist.get_rank()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(sharded.parameters(), one.parameters(), strict=True)
+    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
 
 
 def shards() -> bool:

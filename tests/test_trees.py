@@ -211,6 +211,52 @@ def test_values_of_sequences() -> None:
     assert torch.equal(parts[0][:2], parts[1][:2])
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    sequences=_sequences(), most=st.none() | st.integers(12, 40), size=st.integers(1, 5), room=st.integers(0, 6),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_decoding_from_shared_pages(
+    sequences: list[list[int]], most: int | None, size: int, room: int, seed: int
+) -> None:
+    """Each sequence attends to its own keys, also to new ones, and equal full pages stand once."""
+    generator = torch.Generator().manual_seed(seed)
+    most = None if most is None else max(most, *map(len, sequences))
+    batch = trees.pack(sequences, max_tokens=most)
+    pages = batch.pages(size, room=room)
+    assert pages.kv_lens.tolist() == list(map(len, sequences))
+    k, v = torch.randn(2, len(batch.tokens), 2, batch.tokens.shape[1], 8, generator=generator, dtype=torch.float64)
+    caches = pages.filled(k), pages.filled(v)
+    alone = [[x[row][:, places] for x in (k, v)] for row, places in batch.places]
+    lens = pages.kv_lens.clone()
+    for step in range(1 + room):
+        q = torch.randn(len(sequences), 4, 1, 8, generator=generator, dtype=torch.float64)
+        out = flexmasks.paged_attention(q, *caches, pages.page_table, lens, backend="reference")
+        for n, (keys, values) in enumerate(alone):
+            want = torch.nn.functional.scaled_dot_product_attention(q[n], keys, values, enable_gqa=True)
+            assert torch.allclose(out[n], want)
+        if step < room:  # each sequence goes on with a token of its own
+            new = torch.randn(2, len(sequences), 2, 8, generator=generator, dtype=torch.float64)
+            for n, length in enumerate(lens.tolist()):
+                for cache, x in zip(caches, new, strict=True):
+                    cache[pages.page_table[n, length // size], length % size] = x[n]
+                alone[n] = [torch.cat([x, y[n][:, None]], 1) for x, y in zip(alone[n], new, strict=True)]
+            lens += 1
+    beginnings = {
+        (row, *places[:end].tolist()) for row, places in batch.places for end in range(size, len(places) + 1, size)
+    }
+    own = sum(-(-(len(s) + room) // size) - len(s) // size for s in sequences)
+    assert len(pages.places) == len(beginnings) + own
+
+
+def test_pages_of_wrong_sizes() -> None:
+    batch = trees.pack([[1]])
+    with pytest.raises(ValueError, match="`page_size` must be an int of at least 1, got 0"):
+        batch.pages(0)
+    with pytest.raises(ValueError, match="`room` must be an int of at least 0, got -1"):
+        batch.pages(2, room=-1)
+
+
 def test_tokens_behind_the_last_reach_nothing() -> None:
     batch = trees.pack([[1, 2, 3], [4]], max_tokens=3)
     assert batch.tokens.shape == (2, 3)
