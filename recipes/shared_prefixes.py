@@ -99,7 +99,7 @@ class Model(nn.Module):
         return x
 
 
-# %% Three ways to the log-probabilities of each sequence's tokens. Packed rows are trees that share nothing.
+# %% Four ways to the log-probabilities of each sequence's tokens. Packed rows are trees that share nothing.
 def by_padding(model: Model, sequences: list[Tensor]) -> tuple[list[Tensor], int]:
     """Pad all sequences to the longest; what stands behind is seen by nobody, because the mask is causal."""
     tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(DEVICE)
@@ -110,6 +110,12 @@ def by_padding(model: Model, sequences: list[Tensor]) -> tuple[list[Tensor], int
         logits = model.head(states[: len(sequence) - 1]).float()
         found.append(logits.log_softmax(-1).gather(1, row[1 : len(sequence), None])[:, 0])
     return found, tokens.numel()
+
+
+def one_by_one(model: Model, sequences: list[Tensor]) -> tuple[list[Tensor], int]:
+    """Compute each sequence alone."""
+    found = [by_padding(model, [sequence])[0][0] for sequence in sequences]
+    return found, sum(map(len, sequences))
 
 
 def by_packing(model: Model, sequences: list[Tensor], min_shared: int = SIZES.row) -> tuple[list[Tensor], int]:
@@ -125,6 +131,7 @@ def by_trees(model: Model, sequences: list[Tensor]) -> tuple[list[Tensor], int]:
 
 
 WAYS: dict[str, Callable[[Model, list[Tensor]], tuple[list[Tensor], int]]] = {
+    "one by one": one_by_one,
     "padded": by_padding,
     "packed": by_packing,
     "trees": by_trees,
@@ -172,6 +179,50 @@ def run(model: Model, way: str, steps: list[Step]) -> Run:
     return Run(torch.cat(logprobs).detach(), gradient, sorted(seconds[1:])[len(seconds) // 2 - 1], computed, peak)
 
 
+# %% Pairs of DPO share their prompt. The logarithm of the reference model's ratio would be subtracted; it is 0 here.
+def loss_of_pairs(logprobs: list[Tensor]) -> Tensor:
+    """Return the loss of pairs of a preferred answer and another one."""
+    sums = torch.stack([x[SIZES.prompt - 1 :].sum() for x in logprobs])
+    return -nn.functional.logsigmoid(0.1 * (sums[::2] - sums[1::2])).mean()
+
+
+# %% A trace of an agent branches where it tries again, and where it goes on with a shorter context.
+def make_trace(generator: torch.Generator) -> list[Tensor]:
+    """Return all calls of the model in a trace: what it read, and what it wrote, the last turn of each."""
+    turn = max(4, SIZES.answer // 8)
+
+    def new(turns: int = 1) -> Tensor:
+        return torch.randint(SIZES.vocabulary, (turns * turn,), generator=generator)
+
+    task = new(3)
+    searched = torch.cat([task, new(), new(2)])  # the agent's turn, and a tool's result
+    tries = [torch.cat([searched, new()]) for _ in range(3)]
+    fixed = torch.cat([tries[-1], new(2), new()])
+    return [searched, *tries, fixed, torch.cat([task, new(), new()])]  # the last one from a summary
+
+
+def loss_of_trace(logprobs: list[Tensor]) -> Tensor:
+    """Return the cross entropy of the last tokens of each call."""
+    return -torch.stack([x[-max(4, SIZES.answer // 8) :].mean() for x in logprobs]).mean()
+
+
+def check_others(model: Model, generator: torch.Generator) -> None:
+    """Compare gradients of pairs and of a trace as trees with those of sequences one by one; show the trace's mask."""
+    pairs = make_step(generator).sequences[: 2 * SIZES.prompts]
+    trace = make_trace(generator)
+    for what, sequences, loss in (("pairs", pairs, loss_of_pairs), ("a trace", trace, loss_of_trace)):
+        found = []
+        for way in (by_trees, one_by_one):
+            model.zero_grad()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
+                loss(way(model, sequences)[0]).backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        check(f"gradients of all weights, {what}", found[0], found[1], 3e-2 if ON_GPU else 1e-4)
+    batch = trees.pack(trace)
+    print(f"\n{len(trace)} calls of an agent, of {sum(map(len, trace))} tokens, as {batch.tokens.numel()}:\n")
+    flexmasks.show(batch.mask, batch.tokens.shape[1])
+
+
 # %% All ways see the same steps and weights.
 def main() -> None:
     """Run all ways and compare."""
@@ -191,9 +242,10 @@ def main() -> None:
     rows: list[Row] = []
     total = sum(map(len, steps[-1].sequences))
     for way, made in runs.items():
-        if way != "padded":
-            check(f"log-probabilities, {way}", made.logprobs, runs["padded"].logprobs, 5e-2 if ON_GPU else 1e-4)
-            check(f"gradients of all weights, {way}", made.gradient, runs["padded"].gradient, 3e-2 if ON_GPU else 1e-4)
+        if way != "one by one":
+            check(f"log-probabilities, {way}", made.logprobs, runs["one by one"].logprobs, 5e-2 if ON_GPU else 1e-4)
+            of_one = runs["one by one"].gradient
+            check(f"gradients of all weights, {way}", made.gradient, of_one, 3e-2 if ON_GPU else 1e-4)
         row: Row = {
             "": way,
             "ms for a step": float(f"{made.seconds * 1e3:.4g}"),
@@ -201,6 +253,8 @@ def main() -> None:
             "computed tokens": made.computed,
         }
         rows.append(row if made.peak is None else row | {"peak MB": round(made.peak / 1e6)})
+    check_others(model, generator)
+    print()
     note = f"A step has {total:,} tokens in {len(steps[-1].sequences)} sequences: prompt and answer each."
     finish(rows, file, note)
 
