@@ -106,6 +106,7 @@ BACKENDS = {
 # (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
 _SHORT_MAX_FLOP = 40e9  # over all pairs
+_SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as others (H100)
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
 
@@ -169,12 +170,12 @@ def _is_decoding(call: Call) -> bool:
 def _is_small(call: Call) -> bool:
     """Return whether "short" is best for a call on a GPU.
 
-    It is for calls that are so small that the host's time decides, and for those of any size that add a tensor as it
-    is, or what learns: other kernels sum its gradient by atomics, in several times the time, and in another order at
-    each run.
+    It is for calls that are so small that the host's time decides, and for those of any size that add what learns:
+    other kernels sum its gradient by atomics, in another order at each run. Where a tensor is added as it is, it is as
+    fast as others in small heads, and needs no blocks.
     """
-    adds = call.learns or (isinstance(call.score, ScorePlan) and call.score.is_bias)
-    is_small = adds or _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP
+    is_bias = isinstance(call.score, ScorePlan) and call.score.is_bias and call.q.shape[3] <= _SIZE_FOR_BIAS
+    is_small = call.learns or is_bias or _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP
     return is_small and short.refuses(call) is None
 
 
