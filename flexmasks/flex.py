@@ -34,6 +34,7 @@ from flexmasks.attention import block_mask as _exact_block_mask
 from flexmasks.backends.greatest import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
 from flexmasks.plans.portable import made_like
+from flexmasks.spec.by_name import says_what_to_write
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "and_masks", "create_block_mask", "create_mask",
@@ -41,6 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@says_what_to_write()
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -444,6 +444,18 @@ def test_greatest_scores_of_attention(form: str, device: str) -> None:
     assert torch.equal(alone, greatest)
 
 
+def test_errors_name_the_call() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    for arguments, message in (
+        ((q, q, q, None, None, "a"), r"^flexmasks.flex.flex_attention: `scale`"),
+        ((q, q[:, :1], q), r"^flexmasks.flex.flex_attention: query has 2 heads"),
+        ((q, q, q, 3), "score"),
+        ((q, q), r"^flexmasks.flex.flex_attention: missing a required argument: 'value'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            flex.flex_attention(*arguments)
+
+
 def test_where_greatest_scores_are_not_given() -> None:
     q = torch.randn(1, 1, 4, 8)
     compiled = torch.compile(lambda q: flexmasks.attention(q, q, q, return_max=True), backend="eager", fullgraph=True)

@@ -17,6 +17,7 @@ from flexmasks.spec.definitions import advice_on_tensor, owners_of
 from flexmasks.spec.frames import of_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_ATTENTION, _DROP_IN = "flexmasks.attention:", "flexmasks.flex."  # whose errors come from the former
 # Keyword arguments of torch and other libraries, and what to pass here instead.
 KEYWORDS_ELSEWHERE = {
     "is_causal": 'pass mask="causal"',
@@ -83,6 +84,8 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
                 return function(*args, **kwargs)
             except (ValueError, TypeError) as error:
                 if str(error).startswith("flexmasks"):
+                    if where.startswith(_DROP_IN):
+                        error.args = (str(error).replace(_ATTENTION, f"{where}:", 1),)
                     raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
                 problem = _unfit(where, signature, args, kwargs)
                 if not problem:
@@ -96,7 +99,7 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
 
 def _public_name(function: Callable[..., Any]) -> str:
     parts = function.__module__.split(".")
-    is_elsewhere = parts[1:2] in (["integrations"], ["orders"]) or parts[1:] in (["masks"], ["scores"])
+    is_elsewhere = parts[1:2] in (["integrations"], ["orders"], ["flex"]) or parts[1:] in (["masks"], ["scores"])
     return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
 
 
