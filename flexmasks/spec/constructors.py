@@ -22,7 +22,7 @@ def constructors(kind: str, **written: Constructor) -> dict[str, Constructor]:
     """
     own = {name: d for name, d in sorted(names(kind).items()) if d.own}
     made = {name: written.get(name) or _constructor(d) for name, d in own.items()}
-    CONSTRUCTORS[kind].update({constructor: own[name] for name, constructor in made.items()})
+    CONSTRUCTORS[kind].update({name: (constructor, own[name]) for name, constructor in made.items()})
     return made
 
 

@@ -148,7 +148,11 @@ def constructed_by(kind: str, value: Any) -> Definition | None:
     """Return the definition whose constructor a value is, one of this kind if there are two, None for other values."""
     if not isinstance(value, types.FunctionType):
         return None
-    return CONSTRUCTORS[kind].get(value) or CONSTRUCTORS["score" if kind == "mask" else "mask"].get(value)
+    for of_kind in (kind, "score" if kind == "mask" else "mask"):  # by names: torch 2.11 traces no hash of a function
+        constructor, made = CONSTRUCTORS[of_kind].get(value.__name__, (None, None))
+        if constructor is value:
+            return made
+    return None
 
 
 def advice_on_tensor(kind: str, value: Any) -> str:
@@ -190,7 +194,7 @@ def _as_padding(m: str, value: Any) -> str:
 
 _NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
 # The functions of `flexmasks.masks` and `flexmasks.scores`, see `spec/constructors.py`.
-CONSTRUCTORS: dict[str, dict[Callable[..., Any], Definition]] = {"mask": {}, "score": {}}
+CONSTRUCTORS: dict[str, dict[str, tuple[Callable[..., Any], Definition]]] = {"mask": {}, "score": {}}
 
 
 def names(kind: str) -> dict[str, Definition]:
