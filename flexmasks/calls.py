@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexmasks import checkpointing, compat
 from flexmasks.backends.call import Refused, Replay, Result
-from flexmasks.backends.call_kind import CallKind, Learning, call_kind_of
+from flexmasks.backends.call_kind import CallKind
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
@@ -60,7 +60,7 @@ from flexmasks.spec.values import Mask, Score
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
-_LEARNING: Part[Learning] = Part(PLANS, "learning calls")  # by the tensors that do not learn
+_LEARNING: Part[CallKind] = Part(PLANS, "learning calls")  # by the tensors that do not learn
 _CALL_KINDS: Part[CallKind] = Part(KINDS, "calls")
 _SCALES = float, int, type(None)
 _OFFSETS = int, str, type(None)
@@ -343,20 +343,22 @@ def run_again(
 
 def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned) -> None:
     """Keep a call's replay, for the same tensors or new ones that learn, and its kind, for others."""
+    learns = any(t.requires_grad for t in tensors)
     if planned.call.holds_aliases:
         _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
-    elif not any(t.requires_grad for t in tensors):
+    elif not learns:
         return
     if not tensors or planned.call.q.device.type not in _KINDS_ON:
         return
-    if any(t.requires_grad for t in tensors):
-        with contextlib.suppress(Opaque):
-            forms = _forms_of(replay, planned, tensors)
-            if forms is not None:
-                learning = Learning.of(replay, forms, tensors)
-                _LEARNING.put(*_fixed(key, tensors), learning, ENTRY + replay.nbytes)
-    kind = call_kind_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
-    if kind is not None:
+    with contextlib.suppress(Opaque):
+        forms = _forms_of(replay, planned, tensors)
+        if forms is None:
+            return
+        if learns and not any(t.requires_grad for form in forms for t in form.inputs):
+            fixed = [Form(form.tensors, spread=form.spread) for form in forms]
+            kind = CallKind(replay, fixed, planned.aliases, tensors)
+            _LEARNING.put(*_fixed(key, tensors), kind, ENTRY + replay.nbytes)
+        kind = CallKind(replay, forms, planned.aliases, tensors)
         _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
 
 
@@ -392,18 +394,14 @@ def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) ->
 
     A call with other tensors of their kind makes it, if there is one.
     """
-    learns = any(t.requires_grad for t in tensors)
-    if learns:
-        learning = _LEARNING.get(*_fixed(key, tensors))
-        if learning is not None:
-            return learning(tensors)
-    replay = None if learns else _REPLAYS.get(key, tensors)
+    if any(t.requires_grad for t in tensors):  # their replay would hold them
+        kind = _LEARNING.get(*_fixed(key, tensors)) or _CALL_KINDS.get((key, *_layouts(tensors)))
+        return None if kind is None else kind(tensors)
+    replay = _REPLAYS.get(key, tensors)
     if replay is None and tensors and device.type in _KINDS_ON:
         kind = _CALL_KINDS.get((key, *_layouts(tensors)))
         if kind is not None:
             replay = kind(tensors)
-            if learns:
-                return replay
             copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
             _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + copied)
     return replay

@@ -163,18 +163,19 @@ class TreeBatch:
         full = [p[: len(p) // page_size * page_size].view(-1, page_size) for p in paths]
         # The place of its last token says all that stands before the end of a page.
         of_last, shared = torch.cat(full)[:, -1].unique(return_inverse=True)
-        lens = torch.tensor([len(p) for p in paths])
-        own = torch.tensor([-(-(len(p) + room) // page_size) - len(f) for p, f in zip(paths, full, strict=True)])
-        starts = len(of_last) + own.cumsum(0) - own
-        table = torch.full((len(paths), int(max(len(f) + n for f, n in zip(full, own.tolist(), strict=True)))), -1)
-        filled = torch.full((len(of_last) + int(own.sum()), page_size), -1, device=device)
+        counts = [-(-(len(p) + room) // page_size) for p in paths]
+        start = len(of_last)
+        table = torch.full((len(paths), max(counts)), -1, dtype=torch.int32)
+        filled = torch.full((start + sum(counts) - len(shared), page_size), -1, device=device)
         filled[shared] = torch.cat(full)
-        ids = shared.cpu().split([len(f) for f in full])
-        for n, (path, start, more) in enumerate(zip(paths, starts.tolist(), own.tolist(), strict=True)):
-            table[n, : len(ids[n]) + more] = torch.cat([ids[n], torch.arange(start, start + more)])
-            rest = path[len(ids[n]) * page_size :]
+        for n, ids in enumerate(shared.cpu().split([len(f) for f in full])):
+            end = start + counts[n] - len(ids)
+            table[n, : counts[n]] = torch.cat([ids, torch.arange(start, end)])
+            rest = paths[n][len(ids) * page_size :]
             filled[start : start + 1, : len(rest)] = rest
-        return TreePages(table.int().to(device), lens.int().to(device), filled)
+            start = end
+        lens = torch.tensor([len(p) for p in paths], dtype=torch.int32, device=device)
+        return TreePages(table.to(device), lens, filled)
 
     def _check(self, call: str, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.shape[:2] != self.tokens.shape:

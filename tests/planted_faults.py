@@ -535,8 +535,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "backends/call_kind.py",
-        "(learning.get(id(t)), None if id(t) in learning else t) for t in captured]",
-        "(None, t) for t in captured]",
+        "own = [t if t.requires_grad else t.detach() for t in tensors]",
+        "own = [t.detach() for t in tensors]",
         _WHOLE_MASK,
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from flexmasks import compat
-from flexmasks.backends.call import Maker, Replay
+from flexmasks.backends.call import Replay
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.plans.recorded import LOCK, Form, Recorded
 from flexmasks.spec.structure import Aliases, Opaque, in_one_piece
@@ -26,7 +25,7 @@ class CallKind:
     def __init__(self, replay: Replay, forms: Sequence[Form], aliases: Aliases, tensors: Sequence[Tensor]) -> None:
         """Raises Opaque if the call cannot be made again.
 
-        forms: what the call reads, a form behind those that it is made from.
+        forms: what the call reads, a form behind those that it is made from; those without inputs stay.
         tensors: the tensors of the call.
         """
         learns = any(t.requires_grad for t in tensors)
@@ -92,48 +91,6 @@ class CallKind:
     def turn(self, device: torch.device) -> Hashable:
         """Return what changes when the tensors that were lent last may change."""
         return compat.raw_stream(device) if on_gpu(device) else 0, *[recorded.turn for recorded in self._recorded]
-
-
-def call_kind_of(
-    replay: Replay, forms: Callable[[], Sequence[Form] | None], aliases: Aliases, tensors: Sequence[Tensor]
-) -> CallKind | None:
-    """Return the kind of a call, or None if the call cannot be made with other tensors.
-
-    forms: returns what the call reads, None if that is not known.
-    """
-    with contextlib.suppress(Opaque):
-        known = forms()
-        return None if known is None else CallKind(replay, known, aliases, tensors)
-    return None
-
-
-class Learning(NamedTuple):
-    """A call with a mask that stays, and a score change whose tensors learn: they are new at each call."""
-
-    read: Sequence[Tensor]
-    captured: Sequence[tuple[int | None, Tensor | None]]  # the place among the call's tensors, or the tensor
-    make: Maker
-
-    @classmethod
-    def of(cls, replay: Replay, forms: Sequence[Form], tensors: Sequence[Tensor]) -> Learning:
-        """Raises Opaque if the call cannot be made with other tensors that learn.
-
-        forms: what the call reads. tensors: the tensors of the call.
-        """
-        learning = {id(t): n for n, t in enumerate(tensors) if t.requires_grad}
-        if any(id(t) in learning for form in forms for t in form.inputs):
-            raise Opaque("a form that is made of a tensor that learns")
-        if any(type(t) not in (Tensor, Parameter) or not t.is_contiguous() or vars(t) for t in tensors):
-            raise Opaque("a tensor of which the call may hold a copy")
-        read, captured, make = replay.taken()
-        held = {id(t) for t in tensors} - learning.keys()
-        if any(id(t) in held for t in captured) or not learning.keys() <= {id(t) for t in captured}:
-            raise Opaque("a tensor of the user's that would be kept, or one that learns and is not known")
-        return cls(read, [(learning.get(id(t)), None if id(t) in learning else t) for t in captured], make)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Replay:
-        """Return the call with these tensors."""
-        return self.make(self.read, [tensors[n] if t is None and n is not None else t for n, t in self.captured])
 
 
 class Lent(Replay):

@@ -30,7 +30,7 @@ def greatest_scores(
         if not q.is_cuda:
             mask_mod = noop_mask if block_mask is None else block_mask.mask_mod
             return _by_slices(q, k, score_mod, mask_mod, scale)
-        attend: Any = compat.flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        attend = compiled_flex_attention()
         q, k = q.detach(), k.detach().to(q.dtype).expand(q.shape[0], -1, -1, -1)
         grouped = q.shape[1] != k.shape[1]
         _, aux = attend(

@@ -130,16 +130,9 @@ class CpuShort(ShortCall):
         return out.reshape(q.shape), lse
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
         *added: Tensor,
-    ) -> tuple[Tensor, ...] | None:
+    ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Return the gradients of q, k and v, None if one is not finite."""
         rows = self._rows(q, k)
         upstream, result = self._rows(d_out, k), self._rows(out, k)

@@ -155,10 +155,9 @@ class GpuShort(ShortCall):
         """Return the mask with numbers that are made at each call in place of the bias."""
         if not added:
             return self.mask
-        share = q.shape[0] // added[0].shape[0]
-        is_wide = share >= _SHARE_OF_WIDE and added[0].shape[3] % TILE > 0
+        is_wide = q.shape[0] >= _SHARE_OF_WIDE * added[0].shape[0] and added[0].shape[3] % TILE > 0
         bias = in_wide_rows(added[0]) if is_wide else added[0]
-        return self.mask._replace(bias=bias, share=share, is_wide=is_wide)
+        return self.mask._replace(bias=bias, is_wide=is_wide)
 
     def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
         layout: Any = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16

@@ -27,10 +27,9 @@ class WholeMask(NamedTuple):
     visible: bool [B or 1, H or 1, Q or 1, KV], contiguous.
     key_spans, query_spans: what `spans_of` returns.
     weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [G, H or 1, Q or 1, KV] of any floating dtype; weight
-        * bias, or bias if there is no weight, is added to the scores.
+        * bias, or bias if there is no weight, is added to the scores. B / G batch elements share a row.
     line: what stands in the place of a bias that is one.
     scale: number that q . k is multiplied by.
-    share: how many batch elements share each of the G rows of the bias.
     is_wide: rows of the bias go on in memory to the end of the last tile of keys.
     """
 
@@ -41,7 +40,6 @@ class WholeMask(NamedTuple):
     bias: Tensor | None
     line: Line | None
     scale: float
-    share: int = 1
     is_wide: bool = False
 
 

@@ -68,7 +68,7 @@ _TILES = {
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
-    key = (q.device.index, mask.share, mask.is_wide, _kind_of(mask.line), *layouts_of(*tensors))
+    key = (q.device.index, mask.is_wide, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
     if kernels is None:
         kernels = Kernels()
@@ -98,7 +98,7 @@ class Kernels:
     def __init__(self) -> None:
         self._forward: Launch | None = None
         self._backward: dict[Hashable, tuple[Launch, Launch]] = {}
-        self._bias: dict[Hashable, tuple[Launch, int]] = {}
+        self._bias: dict[Hashable, Launch] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
@@ -142,20 +142,25 @@ class Kernels:
     ) -> Tensor:  # fmt: skip
         """The gradient of the bias, summed over all that share it in an order that is always the same."""
         bias = cast(Tensor, mask.bias)
-        known = self._bias.get(key)
-        parts = known[1] if known is not None else _parts_of(q, mask)
+        parts = _parts_of(q, mask)
         sums = new((parts, *bias.shape), torch.float32, q.device)
         tensors = sums, deltas, d_out, lse, q, k, v, mask.visible, mask.key_spans, None, bias
-        if known is None:
-            known = _launch_of("bias", bias_gradient_kernel, tensors, mask, (q, k, v, d_out), parts), parts
-            self._bias[key] = known
-        known[0](tensors, _numbers(mask))
+        launch = self._bias.get(key)
+        if launch is None:
+            launch = _launch_of("bias", bias_gradient_kernel, tensors, mask, (q, k, v, d_out), parts)
+            self._bias[key] = launch
+        launch(tensors, _numbers(mask))
         return (sums[0] if parts == 1 else sums.sum(0)).to(bias.dtype)
+
+
+def _share_of(q: Tensor, mask: WholeMask) -> int:
+    """The batch elements that share a row of the bias."""
+    return 1 if mask.bias is None else q.shape[0] // mask.bias.shape[0]
 
 
 def _members_of(q: Tensor, mask: WholeMask) -> int:
     """The batch elements, by heads if these share the bias too, that share each number of a bias."""
-    return mask.share * (q.shape[1] if cast(Tensor, mask.bias).shape[1] == 1 else 1)
+    return _share_of(q, mask) * (q.shape[1] if cast(Tensor, mask.bias).shape[1] == 1 else 1)
 
 
 def _parts_of(q: Tensor, mask: WholeMask) -> int:
@@ -192,7 +197,7 @@ def _launch_of(
     bias_strides = strides_of(mask.bias, 3)
     grain, mask_grain, bias_grain = map(grain_of, (row_strides, mask_strides, bias_strides))
     numbers = (
-        *(queries, keys, heads, blocks, spans.shape[2], mask.share),
+        *(queries, keys, heads, blocks, spans.shape[2], _share_of(q, mask)),
         *((_members_of(q, mask), -(-_members_of(q, mask) // parts)) if name == "bias" else ()),
         *(stride // grain for stride in row_strides),
         *(stride // mask_grain for stride in mask_strides),
