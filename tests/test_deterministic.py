@@ -143,7 +143,7 @@ def test_learned_scores_on_a_gpu(score: str, is_compiled: bool, deterministic: C
         deterministic(True, warn_only=True)
         with warnings.catch_warnings(record=True) as told:  # other packages may warn, too
             warnings.simplefilter("always")
-            flexmasks.attention(q, q, q, mask="causal", score=changed)
+            flexmasks.attention(q, q, q, mask="causal", score=changed, backend="flex")
         assert any("adds the gradients of tensors" in str(w.message) for w in told)
 
 

@@ -240,6 +240,16 @@ def test_very_low_scores(lowest: float, device: str) -> None:
     assert max(error(a, b.double().cpu()) for a, b in zip(got, want, strict=True)) < 2 * TOLERANCE[FP16]
 
 
+@on_devices
+@pytest.mark.parametrize("steepness", [-3.0, 3.0])
+def test_steep_lines_beyond_the_last_row(steepness: float, device: str) -> None:
+    """Rows that fill the last tile have scores, too, of which no gradient may come."""
+    leaves = [torch.randn(2, 2, 70, 16).to(device, FP16).requires_grad_() for _ in range(3)]
+    got = results(leaves, score=lambda s, b, h, q, kv: s + steepness * (q - kv))
+    q, kv = torch.arange(70)[:, None], torch.arange(70)
+    check(got, expected(leaves, torch.ones(70, 70, dtype=torch.bool), lambda s: s + steepness * (q - kv)), FP16)
+
+
 @pytest.mark.slow
 @on_devices
 def test_layouts(device: str) -> None:

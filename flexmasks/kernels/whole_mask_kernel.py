@@ -161,8 +161,10 @@ def _output_and_lse(row_max, total, acc):
 
 @triton.jit
 def _finite_lse(lse, at, is_query):
-    """The lse of queries, 0 for queries that see nothing."""
-    row_lse = tl.load(lse + at, mask=is_query, other=0.0)
+    """The lse of queries, 0 for queries that see nothing. Rows beyond the last get inf: whatever their scores, no
+    weights.
+    """
+    row_lse = tl.load(lse + at, mask=is_query, other=float("inf"))
     return tl.where(row_lse == float("-inf"), 0.0, row_lse)
 
 
