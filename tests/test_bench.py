@@ -277,10 +277,10 @@ def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["ranks", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "prefix"]) == 0
     capsys.readouterr()
     results = json.loads(file.read_text())
-    heads = [("4x1024x32", "flexmasks", 2), ("4x1024x32", "flexmasks on one", 1)]
-    of_one_key_head = (("flexmasks", 2), ("flexmasks, balanced", 2), ("flexmasks on one", 1))
-    one_key_head = [("4/1x1024x32", *row) for row in of_one_key_head]
-    assert [(r["shape"], r["who"], r["ranks"]) for r in results["rows"]] == 2 * (heads + one_key_head)
+    of_heads = (("flexmasks", 4), ("flexmasks, heads over 2", 4), ("flexmasks on one", 1))
+    of_one_key_head = (("flexmasks", 4), ("flexmasks, balanced", 4), ("flexmasks on one", 1))
+    rows = [("4x1024x32", *row) for row in of_heads] * 2 + [("4/1x1024x32", *row) for row in of_one_key_head] * 2
+    assert [(r["shape"], r["who"], r["ranks"]) for r in results["rows"]] == rows
     assert all(r["difference"] < 1e-5 for r in results["rows"] if r["who"] == "flexmasks")
     assert all(r["ms"] > 0 and r["steps"] >= 3 for r in results["rows"])
     assert bench_ranks.markdown(results).count("| flexmasks on one ") == 4

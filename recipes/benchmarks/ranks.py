@@ -25,7 +25,7 @@ from flexmasks.pictures.output import progress
 from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
-_BALANCED = f"{OURS}, balanced"
+_BALANCED, _ROWS = f"{OURS}, balanced", f"{OURS}, heads over 2"
 _SECONDS, _LOOPS, _MOST_STEPS = 1.5, 5, 20  # of all loops; and of one
 
 
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 _GPU = (65536, 262144, 1048576)
-_LONG_CAUSAL = 524288  # from here on a step without empty blocks takes too long
+_LONG = 524288  # from here on steps without empty blocks take seconds on several GPUs and a minute on one
 
 
 class _Masked(NamedTuple):
@@ -79,13 +79,13 @@ def _masked(name: str, length: int, device: torch.device) -> _Masked:
 
 
 def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, Any] | None:
-    """Return the times of steps, their peak memory, and part of the output.
+    """Return the times of steps, and of their kernels, their peak memory, and part of the output.
 
     A step is a forward and a backward pass. The result is None in processes that do nothing.
     """
     count, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    mesh = init_device_mesh(device_type, (count,))
+    mesh = init_device_mesh(device_type, (count // 2, 2) if who == _ROWS else (count,))
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     order = distributed.Order.natural(shape.length, count)
     if who == _BALANCED:
@@ -103,15 +103,17 @@ def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, 
         leaves = [x.requires_grad_() for x in leaves]
         call = _call_of(name, shape, who, mesh, order, device)
         figures = _timed(lambda: _step(call, leaves, upstream), mesh if who != ONE else None, device)
-        figures["output"] = call(*leaves).detach()[0, 0, :: max(1, shape.length // 64)].float().cpu()
+        figures["output"] = figures["output"][0, 0, :: max(1, shape.length // 64)].float().cpu()
     dist.barrier()
     return None if is_idle else figures
 
 
-def _step(call: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -> None:
+def _step(call: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -> Tensor:
     for leaf in leaves:
         leaf.grad = None
-    call(*leaves).backward(upstream)
+    out = call(*leaves)
+    out.backward(upstream)
+    return out.detach()
 
 
 def _call_of(
@@ -120,7 +122,7 @@ def _call_of(
     make, mask_mod = _masked(name, shape.length, device)
     if who == ONE:
         return lambda q, k, v: attention(q, k, v, mask=make())
-    if who in (OURS, _BALANCED):
+    if who in (OURS, _BALANCED, _ROWS):
         given = order if who == _BALANCED else None
         return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), order=given)
     if who == RING:
@@ -137,26 +139,29 @@ def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.device) -> dict[str, Any]:
+def _timed(step: Callable[[], Tensor], mesh: DeviceMesh | None, device: torch.device) -> dict[str, Any]:
     """Time steps in loops that all processes begin together.
 
-    The host waits for the GPU at the end of a loop.
+    The host waits for the GPU at the end of a loop. A step that takes longer than all loops should is timed once.
     """
     start = time.perf_counter()
-    step()
+    figures: dict[str, Any] = {"output": step(), "exchanges": [], "others": 0.0}
     synchronize(device)
-    first = time.perf_counter() - start
+    figures["first_s"] = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     step()
     synchronize(device)
     seconds = torch.tensor(time.perf_counter() - start)
     if mesh is not None:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     steps = min(max(int(_SECONDS / _LOOPS / float(seconds)), 1), _MOST_STEPS)
-    times = []
-    for _ in range(_LOOPS):
+    is_short = float(seconds) < _SECONDS
+    if is_short and device.type == "cuda" and mesh is not None:
+        figures |= _kernels(step, device)
+    times = [] if is_short else [float(seconds)]
+    for _ in range(_LOOPS if is_short else 0):
         if mesh is not None:
             dist.all_reduce(torch.zeros(()))
         start = time.perf_counter()
@@ -164,8 +169,24 @@ def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.devi
             step()
         synchronize(device)
         times.append((time.perf_counter() - start) / steps)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"times": times, "steps": steps * _LOOPS, "first_s": first, "peak": peak}
+    figures["peak"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return figures | {"times": times, "steps": steps * len(times)}
+
+
+def _kernels(step: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
+    """Return the milliseconds of each exchange between processes in a step, and of all other kernels together."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        synchronize(device)
+    kernels = [
+        (event.name, event.time_range.elapsed_us() / 1e3, event.time_range.start)
+        for event in profile.events()
+        if event.device_type.name == "CUDA"
+    ]
+    exchanges = [ms for name, ms, _ in sorted(kernels, key=lambda kernel: kernel[2]) if "nccl" in name.lower()]
+    others = sum(ms for name, ms, _ in kernels if "nccl" not in name.lower())
+    return {"exchanges": exchanges, "others": others}
 
 
 # --- the command ---
@@ -189,13 +210,17 @@ class _Pool:
             raise
 
 
-def _contenders(name: str, shape: Shape, device_type: str) -> tuple[str, ...]:
+def _contenders(name: str, shape: Shape, device_type: str, count: int) -> tuple[str, ...]:
     """Return who can run a case; torch's own ways have no gradients on a CPU."""
     if shape.kv_heads == 1:  # processes cannot exchange heads, so that the order of the sequence matters
         return OURS, _BALANCED, ONE
+    rows = (_ROWS,) if count > 2 else ()
     if device_type == "cpu":
-        return OURS, ONE
-    return (OURS, ONE, RING, FLEX) if name == "causal" else (OURS, ONE, FLEX)
+        return OURS, *rows, ONE
+    if shape.length > _LONG and name == "prefix_lm":
+        return OURS, *rows
+    others = (RING,) if name == "causal" else ()
+    return OURS, *rows, ONE, *others, *(() if shape.length > _GPU[0] else (FLEX,))
 
 
 def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
@@ -203,7 +228,7 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     outputs: dict[str, Tensor] = {}
-    for who in _contenders(name, shape, pool.device_type):
+    for who in _contenders(name, shape, pool.device_type, pool.count):
         progress(f"{name}, {shape}: {who}")
         try:
             found = pool.run(name, shape, who)
@@ -212,13 +237,14 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
             continue
         # A loop takes as long as it takes the slowest process.
         steps = [1e3 * max(times) for times in zip(*(x["times"] for x in found), strict=True)]
-        quarters = statistics.quantiles(steps, n=4)
+        quarters = statistics.quantiles(steps, n=4) if len(steps) > 1 else 3 * steps
         row: Row = {"case": name, "shape": str(shape), "who": who, "ranks": len(found)}
         row |= {"dtype": "bfloat16" if pool.device_type == "cuda" else "float32"}
         row |= {"ms": float(f"{quarters[1]:.4g}"), "iqr": float(f"{quarters[2] - quarters[0]:.4g}")}
         row |= {"first_s": round(max(x["first_s"] for x in found), 2), "steps": found[0]["steps"]}
         if pool.device_type == "cuda":
             row["peak_gib"] = float(f"{max(x['peak'] for x in found) / 2**30:.3g}")
+            row |= _shares_of_kernels(found)
         outputs[who] = found[0]["output"]
         rows.append(row)
     if OURS not in outputs:
@@ -230,23 +256,37 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
     return rows
 
 
+def _shares_of_kernels(found: list[dict[str, Any]]) -> Row:
+    """Return the milliseconds of a step's exchanges, and the most of other kernels in a process over their mean.
+
+    A process waits in an exchange for the others, so the exchange itself takes what it takes the last one.
+    """
+    exchanges = [x["exchanges"] for x in found]
+    if not all(exchanges) or len(set(map(len, exchanges))) > 1:
+        return {}
+    others = [x["others"] for x in found]
+    exchange = sum(map(min, zip(*exchanges, strict=True)))
+    return {
+        "exchange_ms": float(f"{exchange:.3g}"), "imbalance": round(max(others) / statistics.fmean(others), 3),
+    }  # fmt: skip
+
+
 def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what to measure, by descriptions."""
     is_large = device.type == "cuda" and not quick
-    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    count = torch.cuda.device_count() if device.type == "cuda" else 4
     if count < 2:
-        raise ValueError("benchmark ranks: this machine has one GPU; `--device cpu` takes two CPU processes.")
+        raise ValueError("benchmark ranks: this machine has one GPU; `--device cpu` takes four CPU processes.")
     pool = _Pool(count, device.type)
     todo: dict[str, Callable[[], list[Row]]] = {}
+    heads, kv_heads, size = (32, 8, 128) if is_large else (4, 4, 32)
     for length in _GPU if is_large else (1024,):
-        for name in ("causal", "documents", "window", "prefix_lm"):
-            if length > _LONG_CAUSAL and name in ("causal", "prefix_lm"):
-                continue
-            heads, size = (16, 128) if is_large else (4, 32)
-            for kv_heads in (heads, 1):
-                key_heads = "1 key head, " if kv_heads == 1 else ""
-                shape = Shape(heads, kv_heads, length, size)
-                todo[f"{name}, {key_heads}{length} tokens"] = functools.partial(_rows, name, shape, pool)
+        for name in ("documents", "window", "causal", "prefix_lm"):
+            shape = Shape(heads, kv_heads, length, size)
+            todo[f"{name}, {length} tokens"] = functools.partial(_rows, name, shape, pool)
+    for name in ("documents", "window", "causal", "prefix_lm"):
+        shape = Shape(16 if is_large else heads, 1, _GPU[0] if is_large else 1024, size)
+        todo[f"{name}, 1 key head, {shape.length} tokens"] = functools.partial(_rows, name, shape, pool)
     return todo
 
 
@@ -254,7 +294,8 @@ def table(results: dict[str, Any]) -> str:
     """Return the figures of one run as text."""
     columns = (
         ("mask", "case"), ("heads x tokens x head size", "shape"), ("who", "who"), ("processes", "ranks"), ("ms", "ms"),
-        ("IQR", "iqr"), ("first s", "first_s"), ("GiB at most", "peak_gib"),
+        ("IQR", "iqr"), ("first s", "first_s"), ("GiB at most", "peak_gib"), ("exchange, ms", "exchange_ms"),
+        ("imbalance", "imbalance"),
     )  # fmt: skip
     return text_table(results, columns)
 
@@ -269,8 +310,11 @@ def markdown(results: dict[str, Any]) -> str:
         rows.append([
             r["case"] if is_first else "", r["shape"] if is_first else "", r["who"], str(r["ranks"]), f"{r['ms']:.4g}",
             "" if one is None or r["who"] == ONE else f"{one / r['ms']:.2f} x", f"{r.get('peak_gib', '')}",
+            f"{r['exchange_ms'] / r['ms']:.0%}" if "exchange_ms" in r else "",
+            f"{r['imbalance']:.2f}" if "imbalance" in r else "",
         ])  # fmt: skip
     header = ["mask", "heads x tokens x head size", "who", "processes", "ms", "as fast as one", "GiB for each"]
+    header += ["exchange", "imbalance"]
     count = str(max(r["ranks"] for r in results["rows"]))
     what = "forward and backward of one call after the other, batch 1, medians of wall times"
     about = f"{measured_on(results, count)}; {what}."
