@@ -429,6 +429,46 @@ def test_biases_that_learn(name: str, device: str) -> None:
         assert error(a, b, unit=unit) < 2 * TOLERANCE[dtype]
 
 
+@on_devices
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("shown", ["all", "keys", "pairs", "windows"])
+def test_heads_of_one_tile(shown: str, learns: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs go over batch elements: here some over several of them, the last over fewer."""
+    monkeypatch.setattr(launch, "_OF_TILES", dict.fromkeys(launch._OF_TILES, (4, 2, 4 if INTERPRETED else 12)))
+    batch, heads, queries, keys = 18 if INTERPRETED else 54, 2, 30, 49
+    generator = torch.Generator().manual_seed(3)
+    shapes = (batch, heads, queries, 16), (batch, heads, keys, 16), (batch, heads, keys, 32), (2, heads, queries, keys)
+    made = [torch.randn(s, generator=generator).to(device, FP16) for s in shapes]
+    leaves = [x.requires_grad_(learns or n < 3) for n, x in enumerate(made)]
+    sizes = {"all": None, "keys": (1, 1, 1, keys), "pairs": (1, heads, queries, keys), "windows": (batch, 1, queries, keys)}
+    size = sizes[shown]
+    visible = torch.ones(1, dtype=torch.bool) if size is None else torch.rand(size, generator=generator) < 0.6
+    mask = None if size is None else visible.to(device)
+
+    def step(tensors: list[Tensor], call: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        out, lse = call(*tensors)
+        seen = torch.where(lse == -math.inf, 0, lse)
+        generator = torch.Generator().manual_seed(5)
+        upstream = [torch.randn(x.shape, generator=generator).to(x) for x in (out, seen)]
+        return [out, seen, *torch.autograd.grad([out, seen], tensors[: 4 if learns else 3], upstream)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        score = flexmasks.scores.pair_bias(bias=bias, group=batch // 2)
+        return flexmasks.attention(q, k, v, mask=mask, score=score, return_lse=True, q_offset=0, backend="short")
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT / 4 + bias.repeat_interleave(batch // 2, 0)
+        scores = scores.masked_fill(~visible, -math.inf)
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.where(empty, 0, torch.where(empty, 0.0, scores).softmax(-1))
+        return weights @ v, scores.logsumexp(-1)
+
+    got, want = step(leaves, ours), step([exact(x) for x in leaves], formula)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b, unit=float(b.detach().abs().max())) < 2 * TOLERANCE[FP16]
+    assert all(map(torch.equal, got, step(leaves, ours)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
 @pytest.mark.parametrize("length", [49, 144, 197, 385])

@@ -155,7 +155,7 @@ class GpuShort(ShortCall):
         """Return the mask with numbers that are made at each call in place of the bias."""
         if not added:
             return self.mask
-        is_wide = q.shape[0] >= _SHARE_OF_WIDE * added[0].shape[0] and added[0].shape[3] % TILE > 0
+        is_wide = q.shape[0] >= _SHARE_OF_WIDE * added[0].shape[0] and 0 < added[0].shape[3] % TILE < added[0].shape[3]
         bias = in_wide_rows(added[0]) if is_wide else added[0]
         return self.mask._replace(bias=bias, is_wide=is_wide)
 

@@ -7,7 +7,9 @@ same at each run.
 
 A byte of the mask is read for each pair in these tiles, and a number where there is a bias, which batch elements may
 share; a bias that is a line over the distance is computed. A program of the gradient of a bias takes a tile of it, and
-goes over the batch elements and heads that share it. Scores stay natural numbers, and are multiplied by log2(e) only
+goes over the batch elements and heads that share it. Where all pairs of a head are one tile, as in windows of images, a
+program goes over batch elements of a head instead: it reads their bias once, and computes all gradients of a tile from
+one product of its queries and keys. Scores stay natural numbers, and are multiplied by log2(e) only
 after the largest score was subtracted: the product of a very low score would be infinite.
 """
 
@@ -21,7 +23,7 @@ from flexmasks.kernels import whole_mask
 _TILE: tl.constexpr = tl.constexpr(whole_mask.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NUMBERS = (
-    "queries", "keys", "heads", "blocks", "span_count", "share", "members", "each",
+    "queries", "keys", "heads", "blocks", "span_count", "share", "members", "each", "parts",
     "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key", "v_batch", "v_head", "v_key",
     "out_batch", "out_head", "out_query", "d_out_batch", "d_out_head", "d_out_query",
     "d_q_batch", "d_q_head", "d_q_query", "d_k_batch", "d_k_head", "d_k_key", "d_v_batch", "d_v_head", "d_v_key",
@@ -413,3 +415,120 @@ def bias_gradient_kernel(
         query = first_block * ROWS + tl.arange(0, ROWS)
         inside = (query < queries)[:, None] & (key < keys)[None, :]
         tl.store(at + query.to(tl.int64)[:, None] * keys + key[None, :], acc, mask=inside)
+
+
+@triton.jit
+def _one_tile(
+    marks, bias, visible_query, bias_query, queries, keys,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BIAS_GRAIN: tl.constexpr, ONE_MASK: tl.constexpr,
+):  # fmt: skip
+    """Positions, addresses of marks, which pairs exist, and what is added to their scores, -inf where all hide them."""
+    query, key = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    inside = (query < queries)[:, None] & (key < keys)[None, :]
+    marks += query[:, None] * visible_query + key[None, :]
+    row = bias + query[:, None] * (bias_query * BIAS_GRAIN) + key[None, :]
+    numbers = tl.load(row, mask=inside, other=0.0)  # in half precision they take half of the registers
+    if ONE_MASK:
+        hidden = tl.full((ROWS, KEYS), float("-inf"), numbers.dtype)
+        numbers = tl.where(tl.load(marks, mask=inside, other=0) != 0, numbers, hidden)
+    return query, key, marks, inside, numbers
+
+
+@triton.jit
+def _scores_of_tile(q_rows, k_rows, marks, inside, numbers, scale, ONE_MASK: tl.constexpr):
+    scores = tl.dot(q_rows, tl.trans(k_rows)) * scale + numbers.to(tl.float32)
+    return scores if ONE_MASK else tl.where(tl.load(marks, mask=inside, other=0) != 0, scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def forward_of_tiles_kernel(
+    out, lse, q, k, v, visible, bias, scale,
+    queries, keys, heads, share, parts, each,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
+    visible_batch, visible_head, visible_query, bias_batch, bias_head, bias_query,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr, ONE_MASK: tl.constexpr,
+):  # fmt: skip
+    """Attend one head of some batch elements, whose bias is the same. A part has `each` of `share` elements."""
+    program = tl.program_id(0)
+    h = (program % heads).to(tl.int64)
+    part, group = program // heads % parts, (program // heads // parts).to(tl.int64)
+    query, key, marks, inside, numbers = _one_tile(
+        _bytes(visible) + h * visible_head, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
+        visible_query, bias_query, queries, keys, ROWS, KEYS, BIAS_GRAIN, ONE_MASK,
+    )  # fmt: skip
+    for place in tl.range(part * each, tl.minimum(share, (part + 1) * each), num_stages=STAGES):
+        b = group * share + place
+        own_q, own_k = q + (b * q_batch + h * q_head) * GRAIN, k + (b * k_batch + h * k_head) * GRAIN
+        q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, False, DOT)
+        k_rows = _rows_of(own_k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, False, DOT)
+        own_v = v + (b * v_batch + h * v_head) * GRAIN
+        v_rows = _rows_of(own_v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, False, DOT)
+        scores = _scores_of_tile(q_rows, k_rows, marks + b * visible_batch, inside, numbers, scale, ONE_MASK)
+        row_max = tl.max(scores, 1)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
+        acc, row_lse = _output_and_lse(row_max, tl.sum(weights, 1), tl.dot(weights.to(DOT), v_rows))
+        tl.store(lse + (b * heads + h) * queries + query, row_lse, mask=query < queries)
+        own_out = out + (b * out_batch + h * out_head) * GRAIN
+        _store_rows(own_out, acc, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def gradients_of_tiles_kernel(
+    d_bias, d_q, d_k, d_v, d_out, d_lse, out, lse, q, k, v, visible, bias, scale,
+    queries, keys, heads, share, parts, each,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
+    d_out_batch, d_out_head, d_out_query,
+    d_q_batch, d_q_head, d_q_query, d_k_batch, d_k_head, d_k_key, d_v_batch, d_v_head, d_v_key,
+    visible_batch, visible_head, visible_query, bias_batch, bias_head, bias_query,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr, ONE_MASK: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one head of some batch elements, and, unless d_bias is None, add up that of their bias.
+
+    d_bias: float32 [parts, batch elements / share, H, Q, KV].
+    """
+    program = tl.program_id(0)
+    h = (program % heads).to(tl.int64)
+    part, group = program // heads % parts, (program // heads // parts).to(tl.int64)
+    groups = tl.num_programs(0) // heads // parts
+    query, key, marks, inside, numbers = _one_tile(
+        _bytes(visible) + h * visible_head, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
+        visible_query, bias_query, queries, keys, ROWS, KEYS, BIAS_GRAIN, ONE_MASK,
+    )  # fmt: skip
+    is_query = query < queries
+    acc = tl.zeros((ROWS, KEYS), tl.float32)
+    for place in tl.range(part * each, tl.minimum(share, (part + 1) * each), num_stages=STAGES):
+        b = group * share + place
+        line = (b * heads + h) * queries
+        own_q, own_k = q + (b * q_batch + h * q_head) * GRAIN, k + (b * k_batch + h * k_head) * GRAIN
+        q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, False, DOT)
+        k_rows = _rows_of(own_k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, False, DOT)
+        own_v, own_out = v + (b * v_batch + h * v_head) * GRAIN, out + (b * out_batch + h * out_head) * GRAIN
+        v_rows = _rows_of(own_v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, False, DOT)
+        results = _rows_of(own_out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, False, DOT)
+        own_d_out = d_out + (b * d_out_batch + h * d_out_head) * GRAIN
+        upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, False, DOT)
+        delta = tl.sum(results.to(tl.float32) * upstream.to(tl.float32), 1)
+        if d_lse is not None:
+            delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
+        row_lse = _finite_lse(lse, line + query, is_query)
+        scores = _scores_of_tile(q_rows, k_rows, marks + b * visible_batch, inside, numbers, scale, ONE_MASK)
+        weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
+        d_scores = weights * (tl.dot(upstream, tl.trans(v_rows)) - delta[:, None])
+        acc += d_scores
+        v_acc = tl.dot(tl.trans(weights.to(DOT)), upstream)
+        k_acc = tl.dot(tl.trans(d_scores.to(DOT)), q_rows) * scale
+        q_acc = tl.dot(d_scores.to(DOT), k_rows) * scale
+        own_d_q = d_q + (b * d_q_batch + h * d_q_head) * GRAIN
+        _store_rows(own_d_q, q_acc, query, d_q_query, queries, K_SIZE, K_WIDTH, GRAIN)
+        own_d_k = d_k + (b * d_k_batch + h * d_k_head) * GRAIN
+        _store_rows(own_d_k, k_acc, key, d_k_key, keys, K_SIZE, K_WIDTH, GRAIN)
+        own_d_v = d_v + (b * d_v_batch + h * d_v_head) * GRAIN
+        _store_rows(own_d_v, v_acc, key, d_v_key, keys, V_SIZE, V_WIDTH, GRAIN)
+    if d_bias is not None:
+        at = d_bias + ((part * groups + group) * heads + h) * queries * keys
+        tl.store(at + query[:, None] * keys + key[None, :], acc, mask=inside)

@@ -22,10 +22,12 @@ from flexmasks.kernels.launches import (
     strides_of,
     width_of,
 )
-from flexmasks.kernels.whole_mask import ABSOLUTE, NO_LINE, SIGNED, Line, WholeMask
+from flexmasks.kernels.whole_mask import ABSOLUTE, NO_LINE, SIGNED, TILE, Line, WholeMask
 from flexmasks.kernels.whole_mask_kernel import (
     bias_gradient_kernel,
     forward_kernel,
+    forward_of_tiles_kernel,
+    gradients_of_tiles_kernel,
     key_gradients_kernel,
     query_gradient_kernel,
 )
@@ -34,7 +36,8 @@ _NOTHING = Line(0.0, 0.0, 0, False)
 _LONGEST_BLOCK = 128  # queries or keys that a program takes
 _SMALL_HEAD = 64
 _PROGRAMS = 1024  # of the gradient of a bias, about: a GPU's processors take several each
-_kernels: Launches[Kernels] = Launches("whole_mask")
+_FEW = 8  # batch elements that share a bias, below which no program goes over them
+_kernels: Launches[Kernels | OneTileKernels] = Launches("whole_mask")
 
 
 class Tiles(NamedTuple):
@@ -64,20 +67,30 @@ _TILES = {
     ("bias", False, True): Tiles(64, 64, 4, 3),
     ("bias", True, True): Tiles(64, 64, 4, 2),
 }
+# Warps, stages, and programs, about; the fastest ones of windows of 7 x 7 and 8 x 8 pixels on an H100.
+_OF_TILES = {"forward": (4, 3, 1056), "gradients": (4, 2, 528)}
 
 
-def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels | OneTileKernels:
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
     key = (q.device.index, mask.is_wide, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
     if kernels is None:
-        kernels = Kernels()
+        kernels = OneTileKernels() if _is_one_tile(q, k, v, mask) else Kernels()
         _kernels.keep(key, kernels)
     return kernels
 
 
 def _kind_of(line: Line | None) -> int:
     return NO_LINE if line is None else ABSOLUTE if line.is_absolute else SIGNED
+
+
+def _is_one_tile(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> bool:
+    """Whether all pairs of a head are one tile, to which many batch elements add the same numbers."""
+    if mask.bias is None or mask.weight is not None or mask.line is not None or q.shape[1] != k.shape[1]:
+        return False
+    is_small = max(q.shape[2], k.shape[2]) <= TILE and max(q.shape[3], v.shape[3]) <= _SMALL_HEAD
+    return is_small and mask.bias.shape[1:3] == q.shape[1:3] and _share_of(q, mask) >= _FEW
 
 
 def _numbers(mask: WholeMask) -> tuple[float, float, float, int]:
@@ -151,6 +164,79 @@ class Kernels:
             self._bias[key] = launch
         launch(tensors, _numbers(mask))
         return (sums[0] if parts == 1 else sums.sum(0)).to(bias.dtype)
+
+
+class OneTileKernels:
+    """The kernels for q, k, v and a mask of the same layouts, where all pairs of a head are one tile."""
+
+    def __init__(self) -> None:
+        self._forward: Launch | None = None
+        self._backward: dict[Hashable, Launch] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
+        """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
+        out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = new(q.shape[:3], torch.float32, q.device)
+        tensors = out, lse, q, k, v, mask.visible, mask.bias
+        with on(q.device):
+            if self._forward is None:
+                rows = q, k, v, out
+                self._forward = _launch_of_tiles("forward", forward_of_tiles_kernel, tensors, mask, rows)
+            self._forward(tensors, (mask.scale,))
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: WholeMask, learns: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The gradients of q, k and v, and of a bias that learns, given those of output and lse."""
+        d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
+        bias, sums = cast(Tensor, mask.bias), None
+        if learns:
+            sums = new((_parts_of_tiles("gradients", q, mask)[0], *bias.shape), torch.float32, q.device)
+        tensors = sums, d_q, d_k, d_v, d_out, d_lse, out, lse, q, k, v, mask.visible, bias
+        key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse), learns
+        with on(q.device):
+            launch = self._backward.get(key)
+            if launch is None:
+                rows = q, k, v, out, d_out, d_q, d_k, d_v
+                launch = _launch_of_tiles("gradients", gradients_of_tiles_kernel, tensors, mask, rows)
+                self._backward[key] = launch
+            launch(tensors, (mask.scale,))
+            return (d_q, d_k, d_v) if sums is None else (d_q, d_k, d_v, sums.sum(0).to(bias.dtype))
+
+
+def _parts_of_tiles(name: str, q: Tensor, mask: WholeMask) -> tuple[int, int]:
+    """The parts of the batch elements that share a bias, and how many elements each has."""
+    share = _share_of(q, mask)
+    groups_and_heads = cast(Tensor, mask.bias).shape[:2].numel()
+    each = -(-share // max(1, _OF_TILES[name][2] // groups_and_heads))
+    return -(-share // each), each
+
+
+def _launch_of_tiles(
+    name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]
+) -> Launch:
+    """Compile a kernel of one tile for tensors like these; `with_rows` as in `_launch_of`."""
+    q, k, v = with_rows[:3]
+    bias, visible = cast(Tensor, mask.bias), mask.visible
+    warps, stages, _ = _OF_TILES[name]
+    parts, each = _parts_of_tiles(name, q, mask)
+    row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
+    bias_strides = strides_of(bias, 3)
+    grain, bias_grain = grain_of(row_strides), grain_of(bias_strides)
+    numbers = (
+        *(q.shape[2], k.shape[2], q.shape[1], _share_of(q, mask), parts, each),
+        *(stride // grain for stride in row_strides),
+        *strides_of(visible, 3), *(stride // bias_grain for stride in bias_strides),
+    )  # fmt: skip
+    constants = (
+        *(width_of(q.shape[2]), width_of(k.shape[2]), stages, q.shape[3], v.shape[3]),
+        *(width_of(q.shape[3]), width_of(v.shape[3]), grain, bias_grain),
+        *(dot_type(q.dtype, kernel), visible.shape[0] == 1),
+    )
+    programs = parts * bias.shape[:2].numel()
+    return compiled(kernel, programs, warps, tensors, (mask.scale,), (*numbers, *constants))
 
 
 def _share_of(q: Tensor, mask: WholeMask) -> int:
