@@ -32,6 +32,7 @@ from flexmasks.backends import (
     plain,
     reference,
     sdpa,
+    short_operator,
     tiles_operator,
 )
 from flexmasks.backends.call import Call, Result, exports_any_length
@@ -146,12 +147,17 @@ def _attend(
         of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
             _check_at_example(data, unread(size_of(q, k), q_offset))
+        name, ways = _chosen_for(backend, of_mask, score_data, q_offset, q, k, v, scale, facts)
+        if name in _COMPILED:
+            data, score_data = _with_numbers(data, int), _with_numbers(score_data, int)
+            of_mask = data, offset, block_size, sizes
         call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
-        name, ways = _choice(backend, call)
         if name in _DIRECT:
             own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
             out, lse = _DIRECT[name](call)(q, k, v, *own)
             sinks = None if own else sinks
+        elif name == "short":
+            out, lse = short_operator.attend(call)
         elif name == "reference":
             if q.device.type != "cpu" or compat.transforms_active():
                 return (torch.empty(()),)
@@ -356,22 +362,31 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
     depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with errors_logged():
-        name, ways = _choice(backend, _call_of(*arguments))
+        name, ways = _chosen_for(backend, *arguments)
         return torch.empty(_NAMES.index(name), *ways, 0)
 
 
 def _check_at_example(data: Any, size: Size) -> None:
     """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
     with compat.without_dispatch_modes():
-        alone, known = without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
+        alone, known = without_traced(cast(Mask, of_data("mask", _with_numbers(data, compat.size_hint))), size)
         alone.resolve(known)
 
 
-def _with_hints(data: Any) -> Any:
-    """Return data with the present values of symbolic numbers."""
+def _with_numbers(data: Any, number: Callable[[torch.SymInt], int]) -> Any:
+    """Return data with numbers in the place of symbolic ones: present values, by `compat.size_hint`, or constants of
+    the compiled code, by `int`.
+    """
     if isinstance(data, tuple):
-        return tuple(map(_with_hints, data))
-    return compat.size_hint(data) if isinstance(data, torch.SymInt) else data
+        return tuple([_with_numbers(part, number) for part in data])
+    return number(data) if isinstance(data, torch.SymInt) else data
+
+
+def _chosen_for(backend: str, of_mask: tuple[Any, ...], score_data: Any, *arguments: Any) -> tuple[str, list[int]]:
+    """Return `_choice` for a call with the present values of the numbers that its functions captured."""
+    data, *others = of_mask
+    data, score_data = _with_numbers(data, compat.size_hint), _with_numbers(score_data, compat.size_hint)
+    return _choice(backend, _call_of((data, *others), score_data, *arguments))
 
 
 def _choice(backend: str, call: Call) -> tuple[str, list[int]]:

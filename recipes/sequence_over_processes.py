@@ -192,7 +192,7 @@ class Run(NamedTuple):
     peak: int  # of the process that needs most; 0 on a CPU
 
 
-def train(who: str, way: Alone | Together, device: torch.device) -> Run:
+def train(who: str, way: Alone | Together, device: torch.device, steps: int = SIZES.steps) -> Run:
     """Train a model; all start from the same weights and see the same batches."""
     torch.manual_seed(0)
     model = Model(SIZES).to(device)
@@ -204,7 +204,7 @@ def train(who: str, way: Alone | Together, device: torch.device) -> Run:
         gc.collect()  # modules of an earlier training refer to each other in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for step in range(SIZES.steps):
+    for step in range(steps):
         batch = Batch(*(x.to(device) for x in make_batch(generator)))
         synchronize(device)
         begin = time.perf_counter()
@@ -219,7 +219,7 @@ def train(who: str, way: Alone | Together, device: torch.device) -> Run:
         losses.append(way.reduce(loss.detach(), dist.ReduceOp.SUM).item())
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
-        share((step + 1) / SIZES.steps)
+        share((step + 1) / steps)
     share.end()
     peak = torch.tensor(torch.cuda.max_memory_allocated() if ON_GPUS else 0, device=device)
     return Run(losses, seconds, gradient, int(way.reduce(peak, dist.ReduceOp.MAX)))
@@ -241,7 +241,10 @@ def work(rank: int, ways: list[str], folder: str) -> None:
     backend, store = "nccl" if ON_GPUS else "gloo", Path(folder, "store").as_uri()
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh(device.type, (PROCESSES,))
-    runs = {how: tuple(train(f"{PROCESSES} processes, {how}", Together(mesh, how), device)) for how in ways}
+    runs = {}
+    for how in ways:
+        steps = SIZES.steps // 10 if ON_GPUS and how != ways[0] else SIZES.steps
+        runs[how] = tuple(train(f"{PROCESSES} processes, {how}", Together(mesh, how), device, steps))
     if rank == 0:
         torch.save(runs, Path(folder, "runs"))
     dist.destroy_process_group()
@@ -288,8 +291,8 @@ def main() -> None:
     together = train_together(["gather"] if SIZES.heads % PROCESSES else ["heads", "gather"])
     for how, run in together.items():
         check(f"the gradient of all weights, step 1, {how}", run.gradient, alone.gradient, 3e-2 if ON_GPUS else 1e-5)
-        got, want = torch.tensor(run.losses), torch.tensor(alone.losses)
-        check(f"the losses of all {SIZES.steps} steps, {how}", got, want, 5e-2 if ON_GPUS else 1e-5)
+        got, want = torch.tensor(run.losses), torch.tensor(alone.losses[: len(run.losses)])
+        check(f"the losses of {len(got)} steps, {how}", got, want, 5e-2 if ON_GPUS else 1e-5)
     shown = range(0, SIZES.steps, SIZES.steps // 5)
     print("loss: " + ", ".join(f"step {n + 1}: {alone.losses[n]:.3f}" for n in (*shown, SIZES.steps - 1)))
     assert alone.losses[-1] < alone.losses[0] * 0.75, "the loss does not fall"
@@ -297,7 +300,7 @@ def main() -> None:
     runs = {"1 process": alone} | {f"{PROCESSES} processes, {how}": run for how, run in together.items()}
     rows: list[Row] = []
     for who, run in runs.items():
-        middle = sorted(run.seconds[SIZES.steps // 2 :])[SIZES.steps // 4]
+        middle = sorted(run.seconds[len(run.seconds) // 2 :])[len(run.seconds) // 4]
         row: Row = {
             "": who,
             "ms for a step": float(f"{middle * 1e3:.4g}"),

@@ -410,7 +410,12 @@ FAULTS: list[Fault] = [
         "if not CAP:\n            row_max",
         _FEW_QUERIES,
     ),
-    Fault("kernels/whole_mask_kernel.py", "delta -= tl.load(d_lse", "delta += tl.load(d_lse", _WHOLE_MASK),
+    Fault(
+        "kernels/whole_mask_kernel.py",
+        "-= tl.load(d_lse + line + query, mask=is_query, other=0.0)\n    tl",
+        "+= tl.load(d_lse + line + query, mask=is_query, other=0.0)\n    tl",
+        _WHOLE_MASK,
+    ),
     Fault(
         "kernels/whole_mask_kernel.py",
         "(of_key - of_query - shift).to(tl.float32)",

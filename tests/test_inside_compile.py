@@ -460,6 +460,37 @@ def _window(ids: Tensor) -> Mask:
 
 
 @pytest.mark.slow
+def _shown(what: Any, n: float, lens: Tensor) -> Callable[..., Tensor]:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if what in ("causal", torch.int64, None, ("a", 1)):
+            return (kv <= q) & (kv < lens[b] + n)
+        return (kv >= q) & (kv < lens[b] + n)
+
+    return mask
+
+
+def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, **_: Any) -> Tensor:
+    return _shown(what, n, lens)(b, h, q, kv)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize(
+    "captured", [("causal", "other"), (None, True), (torch.int64, torch.int32), (("a", 1), ("b", 1))], ids=str
+)
+def test_what_functions_captured_may_change(captured: tuple[Any, Any], is_partial: bool) -> None:
+    """Functions of the same code differ in what they captured: strings and the like choose what they compute."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, mask: flexmasks.attention(q, q, q, mask=mask), fullgraph=True)
+    q = torch.randn(2, 2, 40, 16)
+    for what in (*captured, captured[0]):
+        for n in (2, 3, -4, 5):
+            values = what, n, torch.tensor([30, 20]) - n
+            partial = functools.partial(functools.partial(_shown_to, *values[:2]), values[2], more=what)
+            mask = flexmasks.get_mask(partial if is_partial else _shown(*values))
+            want = flexmasks.attention(q, q, q, mask=mask, backend="reference")
+            assert error(compiled(q, mask), want.double()) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(
     ("made", "learns"),
     [*one_in(2, [(_documents, True), (_window, False)]), *map(in_campaigns, [(_documents, False), (_window, True)])],

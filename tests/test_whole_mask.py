@@ -430,6 +430,32 @@ def test_biases_that_learn(name: str, device: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("name", ["of pairs", "of heads", "of keys", "table"])
+def test_biases_that_learn_inside_torch_compile(name: str, device: str) -> None:
+    """Torch's own kernels would sum their gradients by atomics. New tensors at each step compile nothing."""
+    compiler: Any = torch._dynamo.testing.CompileCounterWithBackend("aot_eager" if INTERPRETED else "inductor")
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend=compiler)
+
+    def results_of(call: Callable[..., Any], leaves: list[Tensor], **mask: Any) -> list[Tensor]:
+        *qkv, learned = leaves
+        score = _BIASES[name][1](learned)
+        score = flexmasks.get_score(score) if callable(score) else score
+        out, lse = call(*qkv, score=score, return_lse=True, q_offset="first", backend="short", **mask)
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
+
+    torch._dynamo.reset()
+    for seed in range(2):
+        leaves = _learning(name, device, FP16, kv_heads=2)
+        leaves = [(x.detach() + seed).requires_grad_() for x in leaves]
+        lens = torch.tensor([70, 33, 1, 64 - seed], device=device)
+        got, want = (results_of(c, leaves, mask="padding", seq_lens=lens) for c in (compiled, flexmasks.attention))
+        for a, b in zip(got, want, strict=True):
+            assert error(a, b.double().cpu()) < TOLERANCE[FP16]
+        assert all(map(torch.equal, got, results_of(compiled, leaves, mask="padding", seq_lens=lens)))
+    assert compiler.frame_count == 1
+
+
+@on_devices
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("shown", ["all", "keys", "pairs", "windows"])
 def test_heads_of_one_tile(shown: str, learns: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +466,12 @@ def test_heads_of_one_tile(shown: str, learns: bool, device: str, monkeypatch: p
     shapes = (batch, heads, queries, 16), (batch, heads, keys, 16), (batch, heads, keys, 32), (2, heads, queries, keys)
     made = [torch.randn(s, generator=generator).to(device, FP16) for s in shapes]
     leaves = [x.requires_grad_(learns or n < 3) for n, x in enumerate(made)]
-    sizes = {"all": None, "keys": (1, 1, 1, keys), "pairs": (1, heads, queries, keys), "windows": (batch, 1, queries, keys)}
+    sizes = {
+        "all": None,
+        "keys": (1, 1, 1, keys),
+        "pairs": (1, heads, queries, keys),
+        "windows": (batch, 1, queries, keys),
+    }
     size = sizes[shown]
     visible = torch.ones(1, dtype=torch.bool) if size is None else torch.rand(size, generator=generator) < 0.6
     mask = None if size is None else visible.to(device)

@@ -6,10 +6,13 @@ kernel is faster than many steps, even if it computes some of what is hidden.
 
 from __future__ import annotations
 
+from typing import cast
+
 from flexmasks import compat
 from flexmasks.backends import short_cpu, short_gpu
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Result, proven, transformed
+from flexmasks.plans.traced import TracedScore
 
 _ON_GPU = ("cuda",)
 
@@ -19,8 +22,10 @@ def refuses(call: Call) -> str | None:
     device = call.q.device.type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
-    if call.is_traced:
-        return "torch.compile does not trace it"
+    if call.is_traced and not (call.learns and device in _ON_GPU):
+        return "inside torch.compile it is for scores that learn, on a GPU"
+    if call.is_traced and (call.mask.opaque or cast(TracedScore, call.score).opaque):
+        return "inside torch.compile it takes masks and scores that are known outside of it"
     if call.mask.is_given and device in _ON_GPU:
         return "on a GPU it takes a mask, not blocks"
     if call.learns and device not in _ON_GPU:

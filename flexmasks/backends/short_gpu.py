@@ -25,7 +25,7 @@ from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.short_call import ShortCall
 from flexmasks.kernels.direct import is_plain
-from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, in_wide_rows
+from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import Added, Summand
@@ -36,9 +36,6 @@ _MAX_SIZE = 128  # of a head
 _MAX_PAIRS = 1 << 28  # of queries and keys of all heads: up to as many elements a mask may have
 _MAX_ADDED = 1 << 26  # up to as many numbers a score change may add
 _MAX_PAIRS_OF_BIAS = 1 << 30  # where it adds a tensor as it is; torch's kernels take several times as long
-
-
-_SHARE_OF_WIDE = 8  # batch elements that share a bias, from which a copy of it in wide rows pays
 
 
 def refuses(call: Call) -> str | None:
@@ -52,7 +49,7 @@ def refuses(call: Call) -> str | None:
         return f"on a GPU it takes head sizes that 8 divides, up to {_MAX_SIZE}, not {' and '.join(map(str, sizes))}"
     pairs = call.q.shape[:3].numel() * call.k.shape[2]
     most = _MAX_PAIRS if call.score is None else _MAX_ADDED
-    if call.score is not None and cast(ScorePlan, call.score).is_bias:
+    if call.score is not None and call.score.is_bias:
         most = _MAX_PAIRS_OF_BIAS
     if pairs > most:
         return f"on a GPU it is for at most {most:,} pairs of queries and keys, not {pairs:,}"
@@ -81,7 +78,7 @@ class GpuShort(ShortCall):
     def of(cls, call: Call) -> GpuShort:
         spanned = cast(MaskPlan, call.mask).spanned
         bias, line, summand = None, None, None
-        if call.score is not None and (call.learns or cast(ScorePlan, call.score).is_bias):
+        if call.score is not None and (call.learns or call.score.is_bias):
             summand = cast(ScorePlan, call.score).summand()
         elif call.score is not None:
             bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
@@ -153,11 +150,7 @@ class GpuShort(ShortCall):
 
     def _mask_with(self, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
         """Return the mask with numbers that are made at each call in place of the bias."""
-        if not added:
-            return self.mask
-        is_wide = q.shape[0] >= _SHARE_OF_WIDE * added[0].shape[0] and 0 < added[0].shape[3] % TILE < added[0].shape[3]
-        bias = in_wide_rows(added[0]) if is_wide else added[0]
-        return self.mask._replace(bias=bias, is_wide=is_wide)
+        return with_bias(self.mask, added[0], q.shape[0]) if added else self.mask
 
     def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
         layout: Any = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16

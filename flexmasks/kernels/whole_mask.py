@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 64  # queries and keys of a tile
+_SHARE_OF_WIDE = 8  # batch elements that share a bias, from which a copy of it in wide rows pays
 NO_LINE, SIGNED, ABSOLUTE = 0, 1, 2  # kinds of a bias for kernels: a tensor or none, and lines over a distance
 
 
@@ -59,9 +60,15 @@ def spans_of(visible: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     return _spans(tiles), _spans(tiles.transpose(-1, -2))
 
 
-def in_wide_rows(bias: Tensor) -> Tensor:
-    """Return a bias whose rows go on in memory to the end of the last tile, so that kernels read 16 bytes at once."""
-    return F.pad(bias, (0, -bias.shape[3] % TILE))[..., : bias.shape[3]]
+def with_bias(mask: WholeMask, bias: Tensor, batch: int) -> WholeMask:
+    """Return a mask with a bias, whose rows go on in memory to the end of the last tile if it pays: kernels then read
+    16 bytes at once.
+
+    batch: the batch elements of the call.
+    """
+    keys = bias.shape[3]
+    is_wide = batch >= _SHARE_OF_WIDE * bias.shape[0] and 0 < keys % TILE < keys
+    return mask._replace(bias=F.pad(bias, (0, -keys % TILE))[..., :keys] if is_wide else bias, is_wide=is_wide)
 
 
 def _spans(tiles: Tensor) -> Tensor:

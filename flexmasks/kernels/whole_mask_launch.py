@@ -214,9 +214,7 @@ def _parts_of_tiles(name: str, q: Tensor, mask: WholeMask) -> tuple[int, int]:
     return -(-share // each), each
 
 
-def _launch_of_tiles(
-    name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]
-) -> Launch:
+def _launch_of_tiles(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]) -> Launch:
     """Compile a kernel of one tile for tensors like these; `with_rows` as in `_launch_of`."""
     q, k, v = with_rows[:3]
     bias, visible = cast(Tensor, mask.bias), mask.visible

@@ -33,6 +33,13 @@ _TRIED: Part[bool] = Part(KINDS, "tried_scores")
 _SCORES: Part[Prepared] = Part(PLANS, "scores")
 
 
+def is_bias(score: Score, size: Size) -> bool:
+    """Return whether a score change adds a tensor of the user's as it is, with a row for each query or one for all."""
+    bias = score.params.get("bias")
+    is_own = score.definition.own and score.definition.name in _BIASES
+    return is_own and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
+
+
 class ScorePlan(Plan):
     """A score change on its way to a score_mod."""
 
@@ -76,10 +83,7 @@ class ScorePlan(Plan):
 
     @property
     def is_bias(self) -> bool:
-        """Whether the score change adds a tensor of the user's as it is, with a row for each query or one for all."""
-        bias = self.score.params.get("bias")
-        is_own = self.score.definition.own and self.score.definition.name in _BIASES
-        return is_own and isinstance(bias, Tensor) and bias.shape[-2] in (1, self.size.q_len)
+        return is_bias(self.score, self.size)
 
     def summand(self) -> Summand:
         """Return the numbers that the score change adds as a function of its tensors; it must only add."""

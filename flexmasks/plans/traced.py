@@ -14,6 +14,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.graphs import Flat
 from flexmasks.plans.bounds import reads_made_tensors
+from flexmasks.plans.score_plan import is_bias
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.as_data import data_of, is_readable
@@ -138,6 +139,10 @@ class TracedScore(_Traced):
     @property
     def cap(self) -> float | None:
         return None if self.value is None else cap_of(cast(Score, self.value), self.size)
+
+    @property
+    def is_bias(self) -> bool:
+        return self.value is not None and is_bias(cast(Score, self.value), self.size)
 
 
 def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:

@@ -14,7 +14,8 @@ from flexmasks import compat
 from flexmasks.graphs import Flat, text_of
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.structure import Opaque
-from flexmasks.spec.templates import made, noted, read, reads_of, text_of_reads
+from flexmasks.spec.templates import made, noted, read, reads_of
+from flexmasks.spec.templates import text_of as text_of_functions
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _MAKE_IT_OUTSIDE = (
@@ -79,7 +80,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     if reads is None and not isinstance(function, types.FunctionType):
         _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
     if reads is not None:
-        name, captured = f"{_noted(definition.ways, *definition.functions)}", read(reads)
+        name, captured = f"{_noted(definition.text, *definition.traced)}", read(reads)
     elif function.__code__.co_freevars:  # not a Mask made outside
         _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
     else:
@@ -90,9 +91,8 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
 
 
 @compat.constant_in_graphs
-def _noted(ways: str, *functions: Any) -> str:
-    reads = reads_of(*functions)
-    if isinstance(reads, str) or text_of_reads(reads) != ways:
+def _noted(text: str, *functions: Any) -> str:
+    if not text or text_of_functions(*functions) != text:
         return f"{_PROBLEM}variables that hold another kind of value than when the Mask was made"
     try:
         return noted(*functions)

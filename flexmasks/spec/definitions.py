@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.templates import Read, reads_of, text_of_reads
+from flexmasks.spec.templates import Read, reads_of, text_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
@@ -40,7 +40,8 @@ class Definition:
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "
     reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
-    ways: str = ""  # the reads as a text
+    traced: tuple[Callable[..., Any] | None, ...] = ()  # the functions that hold them, where somebody looked
+    text: str = ""  # another one for other code, or other captured values that are neither tensors nor numbers
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
     own: bool = field(init=False)
 
@@ -64,11 +65,13 @@ class Definition:
         return tuple([getattr(self, name) for name in FUNCTIONS])
 
     def with_reads(self) -> Definition:
-        """The definition with ways to what its functions captured, which a user's torch.compile needs."""
+        """The definition with ways to what its functions captured, which a user's torch.compile needs. It compiles
+        anew for another text.
+        """
         if self.reads is not None or self.own or compat.is_compiling():
             return self
-        reads = reads_of(*self.functions)
-        return replace(self, reads=reads, ways="" if isinstance(reads, str) else text_of_reads(reads))
+        traced = tuple(map(_without_partial, self.functions))
+        return replace(self, traced=traced, reads=reads_of(*traced), text=text_of(*traced))
 
     @property
     def doc(self) -> str:
@@ -93,6 +96,14 @@ class Definition:
                 f"or register it with flexmasks.register_{self.kind}."
             )
         return loaded_function, (self.kind, self.function, self.name)
+
+
+def _without_partial(function: Any) -> Any:
+    """Return a partial as a function, since torch.compile takes functions alone for constants."""
+    if not isinstance(function, functools.partial):
+        return function
+    inner, args, keywords = function.func, function.args, function.keywords
+    return lambda *indices: inner(*args, *indices, **keywords)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:

@@ -88,8 +88,9 @@ def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, 
     mesh = init_device_mesh(device_type, (count // 2, 2) if who == _ROWS else (count,))
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     order = distributed.Order.natural(shape.length, count)
-    if who == _BALANCED:
-        order = distributed.balance(_masked(name, shape.length, torch.device("cpu")).make(), shape.length, mesh)
+    if who in (_BALANCED, _ROWS):
+        mask, rows = _masked(name, shape.length, torch.device("cpu")).make(), mesh.shape[0]
+        order = distributed.balance(mask, shape.length, rows).divided(count // rows)
     generator = torch.Generator(device).manual_seed(0)
     whole = [
         torch.randn(1, heads, shape.length, shape.size, device=device, dtype=dtype, generator=generator)
@@ -123,7 +124,7 @@ def _call_of(
     if who == ONE:
         return lambda q, k, v: attention(q, k, v, mask=make())
     if who in (OURS, _BALANCED, _ROWS):
-        given = order if who == _BALANCED else None
+        given = None if who == OURS else order
         return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), order=given)
     if who == RING:
         return functools.partial(_ring, mesh)
