@@ -416,6 +416,13 @@ FAULTS: list[Fault] = [
         "+= tl.load(d_lse + line + query, mask=is_query, other=0.0)\n    tl",
         _WHOLE_MASK,
     ),
+    Fault("kernels/whole_mask_kernel.py", "        acc += d_scores\n", "        acc = d_scores\n", _WHOLE_MASK),
+    Fault(
+        "spec/templates.py",
+        "_content(structure.kind, with_signs=False)",
+        '""',
+        ("tests/test_inside_compile.py::test_what_functions_captured_may_change",),
+    ),
     Fault(
         "kernels/whole_mask_kernel.py",
         "(of_key - of_query - shift).to(tl.float32)",

@@ -43,8 +43,16 @@ def _short(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flexmasks.kernels.whole_mask_launch import kernels_of
 
-    mask = with_bias(WholeMask(visible, key_spans, query_spans, None, None, None, scale), added, q.shape[0])
+    mask = _mask_of(q, visible, key_spans, query_spans, added, scale)
     return kernels_of(q, k, v, mask).forward(q, k, v, mask)
+
+
+def _mask_of(
+    q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float
+) -> WholeMask:  # fmt: skip
+    """The mask as kernels take it, whatever layouts the compiler has chosen for what the graph computes."""
+    parts = (x.contiguous() for x in (visible, key_spans, query_spans))
+    return with_bias(WholeMask(*parts, None, None, None, scale), as_rows([added]), q.shape[0])
 
 
 @_short.register_fake
@@ -60,7 +68,7 @@ def _short_backward(
 ) -> list[Tensor]:  # fmt: skip
     from flexmasks.kernels.whole_mask_launch import kernels_of
 
-    mask = with_bias(WholeMask(visible, key_spans, query_spans, None, None, None, scale), added, q.shape[0])
+    mask = _mask_of(q, visible, key_spans, query_spans, added, scale)
     d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
     grads = kernels_of(q, k, v, mask).backward(d_out, d_lse.contiguous(), q, k, v, out, lse, mask, learns)
     return list(grads)
