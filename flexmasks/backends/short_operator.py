@@ -51,8 +51,8 @@ def _mask_of(
     q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float
 ) -> WholeMask:  # fmt: skip
     """The mask as kernels take it, whatever layouts the compiler has chosen for what the graph computes."""
-    parts = (x.contiguous() for x in (visible, key_spans, query_spans))
-    return with_bias(WholeMask(*parts, None, None, None, scale), as_rows([added]), q.shape[0])
+    visible, key_spans, query_spans = visible.contiguous(), key_spans.contiguous(), query_spans.contiguous()
+    return with_bias(WholeMask(visible, key_spans, query_spans, None, None, None, scale), as_rows([added]), q.shape[0])
 
 
 @_short.register_fake
