@@ -196,7 +196,9 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
     },
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
-    "recipes/results/ranks.md": {name: functools.partial(ranks, name) for name in ("ranks_gpu", "ranks_triton")},
+    "recipes/results/ranks.md": {
+        name: functools.partial(ranks, name) for name in ("ranks_gpu_four", "ranks_gpu", "ranks_triton")
+    },
     "recipes/results/trees.md": {"trees_gpu": functools.partial(trees, "trees_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},

@@ -69,7 +69,7 @@ def flex_over_processes(
             self.run = torch.compile(flex_attention)
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
-            return self.run(q, k, v, block_mask=block_mask)
+            return self.run(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] > k.shape[1])
 
     style = experimental._ContextParallel
     module = parallelize_module(Flex(), mesh, style(seq_dim=2, attention_type=style.AttentionType.FLEX))

@@ -26,6 +26,7 @@ from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
 _BALANCED, _ROWS = f"{OURS}, balanced", f"{OURS}, heads over 2"
+_NEAR = 0.8  # of linear
 _SECONDS, _LOOPS, _MOST_STEPS = 1.5, 5, 20  # of all loops; and of one
 
 
@@ -132,9 +133,10 @@ def _call_of(
 
 
 def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend by torch's own context parallelism, which computes causal attention in a ring."""
+    """Attend by torch's own context parallelism, which computes causal attention in a ring, of repeated key heads."""
     from torch.distributed.tensor.experimental import context_parallel
 
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     buffer = torch.empty(2 * mesh.size(), device=q.device)  # it wants a tensor to cut
     with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -319,7 +321,22 @@ def markdown(results: dict[str, Any]) -> str:
     count = str(max(r["ranks"] for r in results["rows"]))
     what = "forward and backward of one call after the other, batch 1, medians of wall times"
     about = f"{measured_on(results, count)}; {what}."
-    return f"{about}\n\n{github_table(rows, header)}"
+    return "\n\n".join([about, github_table(rows, header), *_far_from_linear(results["rows"], alone)])
+
+
+def _far_from_linear(rows: list[Row], alone: dict[tuple[str, str], float]) -> list[str]:
+    """Return a sentence for each row below _NEAR of as many times the speed of one process as there are processes."""
+    sentences = []
+    for r in rows:
+        one = alone.get((r["case"], r["shape"]))
+        if r["who"] != OURS or one is None or "exchange_ms" not in r or one / r["ms"] >= _NEAR * r["ranks"]:
+            continue
+        sentences.append(
+            f"- {r['case']}, {r['shape']}: {one / r['ms'] / r['ranks']:.2f} of linear. Of {r['ms']:.3g} ms, one GPU's "
+            f"share is {one / r['ranks']:.3g} and exchanges take {r['exchange_ms']:.2g}; the busiest process computes "
+            f"{r['imbalance']:.2f} of the mean."
+        )
+    return sentences
 
 
 BENCHMARK = Benchmark("ranks", _todo, table)
