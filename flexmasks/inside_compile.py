@@ -32,7 +32,7 @@ from flexmasks.backends import (
     plain,
     reference,
     sdpa,
-    short_operator,
+    short_gpu,
     tiles_operator,
 )
 from flexmasks.backends.call import Call, Result, exports_any_length
@@ -157,7 +157,7 @@ def _attend(
             out, lse = _DIRECT[name](call)(q, k, v, *own)
             sinks = None if own else sinks
         elif name == "short":
-            out, lse = short_operator.attend(call)
+            out, lse = short_gpu.attend_traced(call)
         elif name == "reference":
             if q.device.type != "cpu" or compat.transforms_active():
                 return (torch.empty(()),)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
@@ -26,10 +27,13 @@ from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.short_call import ShortCall
 from flexmasks.kernels.direct import is_plain
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
+from flexmasks.plans.bounds import MaskKind
 from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.whole import Added, Summand
+from flexmasks.plans.score_plan import ScorePlan, is_bias
+from flexmasks.plans.traced import TracedMask, TracedScore
+from flexmasks.plans.whole import Added, Summand, added_of, as_rows, spanned_of
 from flexmasks.spec.structure import Opaque
+from flexmasks.spec.values import Mask, Score
 
 _MAX_LENGTH = 4096  # of queries, and of keys
 _MAX_SIZE = 128  # of a head
@@ -162,3 +166,16 @@ class GpuShort(ShortCall):
 
             kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
         return kernels
+
+
+def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a call that torch.compile traces, whose score learns."""
+    q, k, v = compat.with_rows_together(call.q, call.k, call.v)
+    mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
+    of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
+    with torch.no_grad():
+        visible, *spans = spanned_of(MaskKind(of_mask, mask.offset, mask.size, False, (1, 1)))
+    is_own = is_bias(of_score, score.size)
+    added = as_rows([of_score.params["bias"]]) if is_own else added_of(of_score, score.offset, score.size)
+    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    return torch.ops.flexmasks.short(q, k, v, visible, *spans, added, scale)  # type: ignore[no-any-return]

@@ -3,37 +3,15 @@ GPU, in graphs of torch.compile.
 
 The mask and what is added to the scores are tensors, which the graph computes from those of each run. It is for scores
 that learn: torch's kernels would sum their gradient by atomic operations. It is registered when flexmasks is imported,
-so that a saved graph finds it; Triton is imported at its first run.
+so that a saved graph finds it; what it computes is imported at its first run.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from flexmasks import compat
-from flexmasks.backends.call import Call
-from flexmasks.kernels.whole_mask import WholeMask, with_bias
-from flexmasks.plans.bounds import MaskKind
-from flexmasks.plans.score_plan import is_bias
-from flexmasks.plans.traced import TracedMask, TracedScore
-from flexmasks.plans.whole import added_of, as_rows, spanned_of
-from flexmasks.spec.values import Mask, Score
-
-
-def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a traced call, whose score adds numbers."""
-    q, k, v = compat.with_rows_together(call.q, call.k, call.v)
-    mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
-    of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
-    with torch.no_grad():
-        visible, *spans = spanned_of(MaskKind(of_mask, mask.offset, mask.size, False, (1, 1)))
-    is_own = is_bias(of_score, score.size)
-    added = as_rows([of_score.params["bias"]]) if is_own else added_of(of_score, score.offset, score.size)
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    return torch.ops.flexmasks.short(q, k, v, visible, *spans, added, scale)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("flexmasks::short", mutates_args=())
@@ -47,12 +25,16 @@ def _short(
     return kernels_of(q, k, v, mask).forward(q, k, v, mask)
 
 
-def _mask_of(
-    q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float
-) -> WholeMask:  # fmt: skip
+def _mask_of(q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float) -> Any:
     """The mask as kernels take it, whatever layouts the compiler has chosen for what the graph computes."""
+    from flexmasks.kernels.whole_mask import WholeMask, with_bias
+
     visible, key_spans, query_spans = visible.contiguous(), key_spans.contiguous(), query_spans.contiguous()
-    return with_bias(WholeMask(visible, key_spans, query_spans, None, None, None, scale), as_rows([added]), q.shape[0])
+    return with_bias(
+        WholeMask(visible, key_spans, query_spans, None, None, None, scale),
+        added if added.stride(3) == 1 else added.contiguous(),
+        q.shape[0],
+    )
 
 
 @_short.register_fake
