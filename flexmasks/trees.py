@@ -7,6 +7,7 @@ path, so that logits and gradients equal those of the sequences computed one by 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,8 +26,10 @@ from flexmasks.planning import plan as plan_of
 from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.indexing import at
 from flexmasks.spec.values import Mask
 
+_FAR = 1 << 30  # above every distance
 _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
 
 Tokens = Tensor | Sequence[int]
@@ -70,12 +74,7 @@ class TreeBatch:
 
     def sliding_window(self, window: int) -> Mask:
         """The mask of the trees with a window along each path: `window` earlier tokens of it, and the token itself."""
-        depth = self.position_ids
-
-        def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return depth[b, q] - depth[b, kv] <= window
-
-        return self.mask & get_mask(within)
+        return windowed(self.mask, window)
 
     def plan(self, *, window: int | None = None) -> Plan:
         """Return the plan of the mask, or of that with a window, for all layers of a step. It is made once."""
@@ -89,7 +88,8 @@ class TreeBatch:
 
         Models of transformers take it as `attention_mask`, with `input_ids=batch.tokens` and
         `position_ids=batch.position_ids`. With attn_implementation="flexmasks" their layers with windows see these
-        along each path; others, such as "flex_attention", take the mask as it is in all layers.
+        along each path, and `mask` or `plan()` does as well; others, such as "flex_attention", take the block mask as
+        it is in all layers.
         """
         made = block_mask(self.mask, self.tokens.shape[1], batch=len(self.tokens))
         return TreeBlockMask.of_batch(cast(PortableBlockMask, made), self)
@@ -203,6 +203,32 @@ class TreePages(NamedTuple):
         """
         rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.places.clamp(min=0).flatten())
         return rows.view(*self.places.shape, *rows.shape[1:]).masked_fill((self.places < 0)[..., None, None], 0)
+
+
+def windowed(mask: Mask, window: int) -> Mask:
+    """Return a mask whose queries see at most `window` keys before their own; in a tree, along their path."""
+    trees = [m for m in mask.inside() if m.name == "tree" and m.definition.own]
+    if not trees:
+        return mask & get_mask("band", lower=-window, upper=_FAR)
+    depths = [_depths(m.params["parents"]) for m in trees]
+    for depth in depths:
+        mask = mask & get_mask(functools.partial(_within_path, window=window, depth=depth))
+    return mask
+
+
+def _within_path(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int, depth: Tensor) -> Tensor:
+    return at(depth, b, q) - at(depth, b, kv) <= window
+
+
+def _depths(parents: Tensor) -> Tensor:
+    """The number of ancestors of each token, int64[N] or [B, N]."""
+    missing = parents < 0
+    ancestors, depths = torch.where(missing, parents.shape[-1], parents).long(), (~missing).long()
+    ancestors, depths = (F.pad(x, (0, 1), value=n) for x, n in ((ancestors, parents.shape[-1]), (depths, 0)))
+    for _ in range(parents.shape[-1].bit_length()):  # of ancestors that are twice as far in each step
+        depths = depths + depths.gather(-1, ancestors)
+        ancestors = ancestors.gather(-1, ancestors)
+    return depths[..., :-1]
 
 
 class TreeBlockMask(PortableBlockMask):

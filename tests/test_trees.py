@@ -333,6 +333,38 @@ def test_models_of_transformers(kind: str, checkpoints: bool) -> None:
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)  # its norms compute in float32
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("given", ["mask", "plan"])
+def test_a_mask_in_place_of_the_models_own(kind: str, given: str) -> None:
+    model = _transformer(kind).eval()
+    batch = trees.pack(_TREES[0], max_tokens=12)
+    arguments = {"position_ids": batch.position_ids, "use_cache": False}
+    want = model(batch.tokens, attention_mask=batch.block_mask(), **arguments).logits
+    mask = batch.mask if given == "mask" else batch.plan()
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        torch.testing.assert_close(run(batch.tokens, attention_mask=mask, **arguments).logits, want, rtol=0, atol=1e-10)
+
+
+def test_a_mask_keeps_the_windows_of_layers() -> None:
+    """A mask that sees both ways in a model with windows."""
+    model = _transformer("Gemma3").eval()
+    ids, places = torch.tensor([[0] * 9 + [1] * 11]), torch.arange(20)
+    tokens = torch.randint(VOCABULARY, (1, 20))
+    got = model(tokens, attention_mask=flexmasks.get_mask("document", document_ids=ids), use_cache=False).logits
+    same = (ids[:, :, None] == ids[:, None])[:, None]
+    near = places[:, None] - places < model.config.sliding_window
+    own = {"full_attention": same, "sliding_attention": same & near}
+    want = model(tokens, attention_mask=own, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def test_a_mask_is_not_for_a_cache() -> None:
+    model, tokens = _transformer("Llama").eval(), torch.ones(1, 4, dtype=torch.int64)
+    first = model(tokens, attention_mask=flexmasks.get_mask("full"), use_cache=True)
+    with pytest.raises(ValueError, match="is for whole texts without a key-value cache"):
+        model(tokens, attention_mask=flexmasks.get_mask("full"), past_key_values=first.past_key_values)
+
+
 def test_new_trees_compile_nothing() -> None:
     """A compiled model of transformers takes another batch of the same sizes in the same graph."""
     model = _transformer("Gemma3").eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class HeldPlan:
     be copied. Then nothing is kept, and each call plans as if it were given the mask.
     """
 
+    ndim: ClassVar[int] = Mask.ndim
+    shape: ClassVar[Any] = Mask.shape
     mask: Mask
     score: Score | None
     sizes: Sizes

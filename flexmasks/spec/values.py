@@ -390,6 +390,8 @@ class Mask(Modifier):
     """
 
     kind = "mask"
+    # Of batch elements, heads, queries and keys, of any numbers: transformers asks what it gets as `attention_mask`.
+    ndim, shape = 4, (None, None, None, None)
     count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

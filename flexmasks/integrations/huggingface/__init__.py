@@ -25,6 +25,10 @@ def register(name: str = "flexmasks") -> str:
     rows, windows, chunks, soft-caps, sinks and caches, also in `generate` and inside torch.compile. Rows that see no
     key give 0, where "eager" averages all values. Attention weights are never dropped, and never returned.
 
+    A mask or a plan as a model's `attention_mask` stands for the model's own in all layers, without a key-value cache:
+    `model(batch.tokens, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False)` of a batch of
+    `flexmasks.trees`. In layers with windows queries see these keys of it alone, in trees along their paths.
+
     transformers' mask functions become masks of this library. Another function goes as it is; inside torch.compile its
     values at all pairs of queries and keys become one tensor.
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks import compat, trees
 from flexmasks.attention import dense_mask
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.planning import Plan
-from flexmasks.plans.held import Sizes
+from flexmasks.plans.held import HeldPlan, Sizes
 from flexmasks.plans.sizes import is_captured
 from flexmasks.spec import Mask, get_mask
 
@@ -157,7 +157,7 @@ def make_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = _causal,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Mask | HeldPlan | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -173,7 +173,8 @@ def make_mask(
         q_offset, kv_offset: the positions of the first query and of the first key. q_offset of a static cache is a
             0-dimensional tensor.
         mask_function: a function (b, h, q, kv) -> bool of positions.
-        attention_mask: bool [batch, tokens so far], False for padding; or None.
+        attention_mask: bool [batch, tokens so far], False for padding; a mask or plan, which stands for the model's own
+            mask in all layers, but for their windows; or None.
         allow_is_causal_skip: False for steps of decoding with a static cache, and for masks that are not only causal.
         use_vmap: whether `mask_function` takes only single indices.
         device: the device of the model's tensors.
@@ -186,6 +187,8 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
+    if isinstance(attention_mask, Mask | HeldPlan):
+        return _given(attention_mask, (batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, device)
     step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
     if model_type in _ADDED:
         shown = _without_padding(step.visible(), _padding(attention_mask, kv_offset, kv_length))
@@ -218,6 +221,36 @@ def make_mask(
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     return LateMask(parts, first_query, step.shape, device)
+
+
+def _given(
+    given: Mask | HeldPlan,
+    shape: tuple[int, int, int, int | None],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    function: Callable[..., Any],
+    device: torch.device,
+) -> LateMask:
+    """A user's mask or plan as the plan of a step. In layers with windows queries see these keys of it alone, in trees
+    along their paths.
+    """
+    shape = *shape[:3], shape[2] if shape[3] is None else shape[3]
+    if isinstance(q_offset, Tensor) or q_offset or kv_offset or shape[2] != shape[3]:
+        fail(
+            "a mask or plan as `attention_mask` is for whole texts without a key-value cache, and the step has "
+            f"{shape[2]} queries and {shape[3]} keys; pass `use_cache=False`."
+        )
+    mask = given if isinstance(given, Mask) else given.mask
+    parts = recognized(function, Positions(shape[0], 0, shape[3], shape[2], device, trusted=True))
+    for own in [get_mask(function)] if parts is None else [*parts.others, *parts.packing]:
+        if own.name not in ("causal", "full", "sliding_window"):
+            fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
+        if own.name == "sliding_window":
+            mask, given = trees.windowed(mask, cast(int, own.params["window"])), mask
+    made = LateMask(Parts([mask], []), 0, shape, device)
+    if isinstance(given, HeldPlan) and not compat.is_compiling():
+        made.plan = cast(Plan, given)
+    return made
 
 
 class _Step(NamedTuple):
