@@ -462,11 +462,32 @@ def _window(ids: Tensor) -> Mask:
 @pytest.mark.slow
 def _shown(what: Any, n: float, lens: Tensor) -> Callable[..., Tensor]:
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if callable(what):
+            return what(kv, q) & (kv < lens[b] + n)
         if what in ("causal", torch.int64, None, ("a", 1)):
             return (kv <= q) & (kv < lens[b] + n)
         return (kv >= q) & (kv < lens[b] + n)
 
     return mask
+
+
+_MODE = "causal"
+
+
+def _by_mode(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv <= q if _MODE == "causal" else kv >= q
+
+
+def test_variables_of_a_module_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a Mask reads which was made before."""
+    torch._dynamo.reset()
+    held, q = flexmasks.get_mask(_by_mode), torch.randn(1, 2, 40, 16)
+    for mask in (held, _by_mode):
+        compiled = torch.compile(lambda q, mask=mask: flexmasks.attention(q, q, q, mask=mask), fullgraph=True)
+        for mode in ("causal", "other", "causal"):
+            monkeypatch.setattr(sys.modules[__name__], "_MODE", mode)
+            want = flexmasks.attention(q, q, q, mask="causal" if mode == "causal" else _by_mode, backend="reference")
+            assert error(compiled(q), want.double()) < TOLERANCE[torch.float32]
 
 
 def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, **_: Any) -> Tensor:
@@ -475,7 +496,9 @@ def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor
 
 @pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize(
-    "captured", [("causal", "other"), (None, True), (torch.int64, torch.int32), (("a", 1), ("b", 1))], ids=str
+    "captured",
+    [("causal", "other"), (None, True), (torch.int64, torch.int32), (("a", 1), ("b", 1)), (torch.le, torch.ge)],
+    ids=["text", "None or True", "dtype", "tuple", "function"],
 )
 def test_what_functions_captured_may_change(captured: tuple[Any, Any], is_partial: bool) -> None:
     """Functions of the same code differ in what they captured: strings and the like choose what they compute."""

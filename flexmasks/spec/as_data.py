@@ -14,8 +14,7 @@ from flexmasks import compat
 from flexmasks.graphs import Flat, text_of
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.structure import Opaque
-from flexmasks.spec.templates import made, noted, read, reads_of
-from flexmasks.spec.templates import text_of as text_of_functions
+from flexmasks.spec.templates import captured_of, made, noted, read
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _MAKE_IT_OUTSIDE = (
@@ -69,30 +68,34 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
 
 def is_readable(value: Modifier) -> bool:
     """Whether all functions of a mask or score were looked into outside of the compiled function."""
-    return all(m.definition.own or isinstance(m.definition.reads, tuple) for m in value.inside())
+    return all(m.definition.own or isinstance(m.definition.captured, tuple) for m in value.inside())
 
 
 def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     """Return the name of the template of a user's functions, and what they captured."""
-    function, reads, what = definition.function, definition.reads, f"the {definition.kind} function {definition.name!r}"
-    if isinstance(reads, str):
-        _fail(f"{what} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}")
-    if reads is None and not isinstance(function, types.FunctionType):
+    function, known = definition.function, definition.captured
+    what, captured = f"the {definition.kind} function {definition.name!r}", []
+    if isinstance(known, str):
+        _fail(f"{what} reads {known}, which torch.compile cannot follow; {_PASS_TENSORS}")
+    if known is None and not isinstance(function, types.FunctionType):
         _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
-    if reads is not None:
-        name, captured = f"{_noted(definition.text, *definition.traced)}", read(reads)
+    if known is not None:
+        name = f"{_noted(known.ways, known.text, read(known.constants), *known.functions)}"
+        captured = read(known.reads)
     elif function.__code__.co_freevars:  # not a Mask made outside
         _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
     else:
-        name, captured = f"{_noted_alone(function)}", []
+        name = f"{_noted_alone(function)}"
     if name.startswith(_PROBLEM):
         _fail(f"{what} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}")
     return name, captured
 
 
 @compat.constant_in_graphs
-def _noted(text: str, *functions: Any) -> str:
-    if not text or text_of_functions(*functions) != text:
+def _noted(ways: str, text: str, constants: list[Any], *functions: Any) -> str:
+    # The name of the template of functions. torch traces anew where one of these arguments has changed.
+    captured = captured_of(*functions)
+    if isinstance(captured, str) or captured.ways != ways:
         return f"{_PROBLEM}variables that hold another kind of value than when the Mask was made"
     try:
         return noted(*functions)
@@ -103,9 +106,11 @@ def _noted(text: str, *functions: Any) -> str:
 @compat.constant_in_graphs
 def _noted_alone(function: Any) -> str:
     # The name of the template of a function that captures nothing.
-    reads = reads_of(function)
-    if reads:
-        return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
+    captured = captured_of(function)
+    if isinstance(captured, str) or captured.reads or captured.constants:
+        return (
+            f"{_PROBLEM}{captured if isinstance(captured, str) else 'tensors, numbers or strings among its variables'}"
+        )
     return noted(function, *[None] * (len(FUNCTIONS) - 1))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.templates import Read, reads_of, text_of
+from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
@@ -39,9 +39,7 @@ class Definition:
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "
-    reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
-    traced: tuple[Callable[..., Any] | None, ...] = ()  # the functions that hold them, where somebody looked
-    text: str = ""  # another one for other code, or other captured values that are neither tensors nor numbers
+    captured: Captured | str | None = None  # by the functions, or why they cannot be read; None if nobody looked
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
     own: bool = field(init=False)
 
@@ -64,14 +62,11 @@ class Definition:
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
         return tuple([getattr(self, name) for name in FUNCTIONS])
 
-    def with_reads(self) -> Definition:
-        """The definition with ways to what its functions captured, which a user's torch.compile needs. It compiles
-        anew for another text.
-        """
-        if self.reads is not None or self.own or compat.is_compiling():
+    def with_captured(self) -> Definition:
+        """The definition with ways to what its functions captured, which a user's torch.compile needs."""
+        if self.captured is not None or self.own or compat.is_compiling():
             return self
-        traced = tuple(map(_without_partial, self.functions))
-        return replace(self, traced=traced, reads=reads_of(*traced), text=text_of(*traced))
+        return replace(self, captured=captured_of(*map(_without_partial, self.functions)))
 
     @property
     def doc(self) -> str:
@@ -314,7 +309,7 @@ def is_own(kind: str, name: str) -> bool:
 def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
     """Return the definition of a function that a pickle stored. Raises TypeError for other arguments."""
     _check_stored(kind, name, is_right=callable(function))
-    return define(kind, function, name).with_reads()
+    return define(kind, function, name).with_captured()
 
 
 def from_pickle(kind: str, name: str) -> Definition:

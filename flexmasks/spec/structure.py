@@ -31,6 +31,7 @@ _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
+_CONSTANTS = _CONSTANT_TYPES | _WRITTEN_TYPES
 # Packages whose functions, modules and classes are taken as constants.
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 # Names by which code can read any variable at all.
@@ -82,7 +83,7 @@ class Leaves:
     nearby: tensors among the attributes of objects that cannot be read. A function may read them.
     """
 
-    __slots__ = ("_numbers", "_places", "nearby", "tensors")
+    __slots__ = ("_constants", "_numbers", "_places", "nearby", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -90,6 +91,7 @@ class Leaves:
         # Plain tuples: every call of `attention` walks through its mask, and asks for places only to say something.
         self._places: list[Any] = []
         self._numbers: list[Any] = []
+        self._constants: list[Any] = []
 
     @property
     def all_tensors(self) -> list[Tensor]:
@@ -103,6 +105,11 @@ class Leaves:
     @property
     def numbers(self) -> list[Number]:
         return [Number(Place(*place), value, is_global) for place, value, is_global in self._numbers]
+
+    @property
+    def constants(self) -> list[Place]:
+        """The places of strings and the like, in a walk through the elements of sequences."""
+        return [Place(*place) for place in self._constants]
 
 
 class Filling:
@@ -364,6 +371,8 @@ class Walk:
         place: None in a tuple or list, where numbers are constants.
         """
         kind = type(value)
+        if self.elements and place is not None and kind not in (int, float) and kind in _CONSTANTS:
+            self.leaves._constants.append(place)
         if kind in _CONSTANT_TYPES:
             if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):
                 return self._number(value, place, value > 0)

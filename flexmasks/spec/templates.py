@@ -4,9 +4,9 @@ Inside a user's torch.compile a mask's function must be called on ranges, which 
 behind torch's back, by plain Python, and what it captured must reach it as inputs of the user's graph: a graph that
 kept the tensors themselves would see old values at its next run.
 
-`reads_of` is asked outside, where a function can be looked into. It returns plain functions that torch can trace, and
-that return what the function captured. `noted` puts the function's structure into a table and returns its name there.
-`made` fills it with captured values.
+`captured_of` is asked outside, where a function can be looked into. It returns plain functions that torch can trace,
+and that return what the function captured. `noted` puts the function's structure into a table and returns its name
+there. `made` fills it with captured values.
 """
 
 from __future__ import annotations
@@ -40,8 +40,24 @@ class Read(NamedTuple):
     steps: tuple[tuple[str, Any], ...]
 
 
-def reads_of(*functions: Any) -> tuple[Read, ...] | str:
-    """Return ways to all tensors, then to all numbers, that functions captured, or why they cannot be read."""
+class Captured(NamedTuple):
+    """Functions, with ways to what they captured.
+
+    reads: of all tensors, then of all numbers.
+    constants: of strings and the like, which choose what a function computes: torch compiles anew for others.
+    ways: a text that is equal for equal reads in the same functions.
+    text: a text that is equal for functions that differ in tensors and numbers only, for which torch compiles once.
+    """
+
+    functions: tuple[Any, ...]
+    reads: tuple[Read, ...]
+    constants: tuple[Read, ...]
+    ways: str
+    text: str
+
+
+def captured_of(*functions: Any) -> Captured | str:
+    """Return what functions captured, or why they cannot be read."""
     walk = Walk(elements=True)
     structure = walk.structure(functions)
     if structure.unreadable:
@@ -49,15 +65,13 @@ def reads_of(*functions: Any) -> tuple[Read, ...] | str:
     if any(isinstance(value, Readable) for _, value, *_ in walk.seen.values()):
         return "a Mask or Score inside a function; combine masks with `&`, `|` and `~` instead"
     places = [*walk.leaves.places, *(number.place for number in walk.leaves.numbers)]
-    return tuple([_way(walk, place, id(functions)) for place in places if place is not None])
-
-
-def text_of(*functions: Any) -> str:
-    """Return a text that is equal for functions that differ in tensors and numbers only; "" if they cannot be read."""
-    structure = flatten(functions, elements=True)[0]
-    return (
-        "" if structure.unreadable else hashlib.sha256(_content(structure.kind, with_signs=False).encode()).hexdigest()
+    reads, constants = (
+        tuple([_way(walk, place, id(functions)) for place in found if place is not None])
+        for found in (places, walk.leaves.constants)
     )
+    ways = repr([(r.source and r.source.__code__.co_names + r.source.__code__.co_freevars, r.steps) for r in reads])
+    text = hashlib.sha256(_content(structure.kind, with_signs=False).encode()).hexdigest()
+    return Captured(functions, reads, constants, ways, text)
 
 
 def _way(walk: Walk, place: Place, root: int) -> Read:
@@ -129,7 +143,7 @@ def noted(*functions: Any) -> str:
 
 
 def made(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the functions of a noted structure, with captured values in the order of `reads_of`."""
+    """Return the functions of a noted structure, with captured values in the order of `Captured.reads`."""
     noted = _TEMPLATES.get(name)
     if noted is None:
         raise RuntimeError("flexmasks: a mask's function is missing; it was noted too long ago.")

@@ -508,7 +508,7 @@ def to_mask(value: Any) -> Mask:
         raise TypeError(f"flexmasks: a mask is needed, but {value!r} is a score.")
     if isinstance(value, str):
         return Mask.of(definition("mask", value), {})
-    return value if isinstance(value, Mask) else Mask.of(define("mask", value).with_reads(), {})
+    return value if isinstance(value, Mask) else Mask.of(define("mask", value).with_captured(), {})
 
 
 def _combine(operator: Definition, *operands: Any) -> Mask:
