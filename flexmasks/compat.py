@@ -493,11 +493,6 @@ def recompile_limit() -> int:
     return int(getattr(named("dynamo_config"), "recompile_limit", 8))
 
 
-def with_rows_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors whose last stride is 1, as kernels take for granted."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def fake_mode() -> Any:
     """Return a mode in which operations make tensors without data. No public equivalent."""
     return named("FakeTensorMode")(allow_non_fake_inputs=True)

@@ -240,6 +240,15 @@ def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor
     pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
 
 
+def _check_given(kv_offsets: Any, page_table: Tensor | None, kv_lens: Tensor | None) -> None:
+    """Raise TypeError for arguments of `varlen_attention` that are not given together."""
+    if kv_offsets is not None:
+        fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
+    if page_table is None or kv_lens is None:
+        missing = "page_table" if page_table is None else "kv_lens"
+        fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
+
+
 @unseen
 def _run_mixed(
     q: Tensor,
@@ -252,11 +261,7 @@ def _run_mixed(
     request: Request,
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
-    if kv_offsets is not None:
-        fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
-    if page_table is None or kv_lens is None:
-        missing = "page_table" if page_table is None else "kv_lens"
-        fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
+    _check_given(kv_offsets, page_table, kv_lens)
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
     starts = sequence_offsets("offsets", offsets, q.device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.kernels.direct import with_rows_together
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return output and lse [B, H, Q]."""
-    q, k, v = compat.with_rows_together(q, k, v)
+    q, k, v = with_rows_together(q, k, v)
     out, lse = compat.flash_on_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     return out, lse
 
@@ -25,7 +26,7 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `forward`."""
-    gradient, q, k, v, out = compat.with_rows_together(gradient, q, k, v, out)
+    gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
     grad_q, grad_k, grad_v = compat.flash_on_cpu_backward(
         gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
     )

@@ -17,6 +17,7 @@ from torch.overrides import has_torch_function
 from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Maker, Replay
+from flexmasks.kernels.direct import with_rows_together
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.mask_plan import MaskPlan
@@ -100,7 +101,7 @@ class GpuDecode(Replay):
         return read, [], make
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v = compat.with_rows_together(q, k, v)
+        q, k, v = with_rows_together(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         bias, weight = (None, None) if self.added is None else self.added
         change = weight, bias, scale, self.cap

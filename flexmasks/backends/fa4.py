@@ -26,6 +26,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
+from flexmasks.kernels.direct import with_rows_together
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.mask_plan import MaskPlan
@@ -338,7 +339,7 @@ class PagedCall(Replay):
         """
         arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
         arguments |= fa4_kernel.window_arguments(self.left, self.right)
-        k, v = compat.with_rows_together(k.detach(), v.detach())
+        k, v = with_rows_together(k.detach(), v.detach())
         if self.parts > 1:
             k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
         with _failures_are_unavailable():
@@ -416,7 +417,7 @@ class StartedCall(Replay):
 
         Raises Unavailable if flash-attn-4 cannot compile the call.
         """
-        q, k, v = compat.with_rows_together(q.detach(), k.detach(), v.detach())
+        q, k, v = with_rows_together(q.detach(), k.detach(), v.detach())
         shows_all_before = self.left is None or self.left >= self.lengths[1] - 1
         arguments = {"seqused_k": self.ends, "softmax_scale": self.scale}
         arguments |= fa4_kernel.window_arguments(None if shows_all_before else self.left, 0)

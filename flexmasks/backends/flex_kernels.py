@@ -34,6 +34,7 @@ from flexmasks.backends.call import (
 from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce
+from flexmasks.kernels.direct import with_rows_together
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -204,7 +205,7 @@ def flex_by(
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `flex` returns, by torch's flex_attention or a function like it."""
     if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
-        q, k, v = compat.with_rows_together(q, k, v)
+        q, k, v = with_rows_together(q, k, v)
         score_mod = _with_infinity_for_nan(score_mod)
     grouped = q.shape[1] != k.shape[1]
     if with_lse:

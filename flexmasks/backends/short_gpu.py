@@ -22,10 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.short_call import ShortCall
-from flexmasks.kernels.direct import is_plain
+from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
 from flexmasks.plans.bounds import MaskKind
 from flexmasks.plans.mask_plan import MaskPlan
@@ -128,7 +127,7 @@ class GpuShort(ShortCall):
         return [] if self.summand is None else [self.summand.numbers()]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = compat.with_rows_together(q, k, v)
+        q, k, v = with_rows_together(q, k, v)
         mask = self._mask_with(q, added)
         out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
         return out, lse
@@ -137,7 +136,7 @@ class GpuShort(ShortCall):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
         *added: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        q, k, v, d_out = compat.with_rows_together(q, k, v, d_out)
+        q, k, v, d_out = with_rows_together(q, k, v, d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         mask = self._mask_with(q, added)
         learns = any(x.requires_grad for x in added)
@@ -170,7 +169,7 @@ class GpuShort(ShortCall):
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a call that torch.compile traces, whose score learns."""
-    q, k, v = compat.with_rows_together(call.q, call.k, call.v)
+    q, k, v = with_rows_together(call.q, call.k, call.v)
     mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
     of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
     with torch.no_grad():

@@ -58,3 +58,8 @@ def shared_memory(device: torch.device) -> int:
         return _HOPPER
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+def with_rows_together(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose last stride is 1, as kernels take for granted."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

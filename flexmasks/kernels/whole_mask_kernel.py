@@ -375,16 +375,14 @@ def bias_gradient_kernel(
     parts = tl.cdiv(members, each)
     part, group = group_and_part % parts, group_and_part // parts
     groups = tl.num_programs(0) // blocks // bias_heads // parts
-    first_block = block
-    end_block = tl.cdiv(queries, ROWS) if ONE_QUERY else block + 1
-    steps = end_block - first_block
+    steps = tl.cdiv(queries, ROWS) - block if ONE_QUERY else 1
     key = column * KEYS + tl.arange(0, KEYS)
     acc = tl.zeros((ROWS, KEYS), tl.float32)
     for step in tl.range(part * each * steps, tl.minimum(members, (part + 1) * each) * steps, num_stages=STAGES):
         member = step // steps
         h = member % heads if ONE_HEAD else own_head
         b = (group * share + (member // heads if ONE_HEAD else member)).to(tl.int64)
-        query = (first_block + step % steps) * ROWS + tl.arange(0, ROWS)
+        query = (block + step % steps) * ROWS + tl.arange(0, ROWS)
         is_query = query < queries
         line = (b * heads + h) * queries
         own_q = q + (b * q_batch + h * q_head) * GRAIN
@@ -412,7 +410,7 @@ def bias_gradient_kernel(
     if ONE_QUERY:
         tl.store(at + key, tl.sum(acc, 0), mask=key < keys)
     else:
-        query = first_block * ROWS + tl.arange(0, ROWS)
+        query = block * ROWS + tl.arange(0, ROWS)
         inside = (query < queries)[:, None] & (key < keys)[None, :]
         tl.store(at + query.to(tl.int64)[:, None] * keys + key[None, :], acc, mask=inside)
 
