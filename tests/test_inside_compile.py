@@ -478,6 +478,9 @@ def _by_mode(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return kv <= q if _MODE == "causal" else kv >= q
 
 
+_by_mode.note = "an attribute"  # type: ignore[attr-defined] # it is read, too
+
+
 def test_variables_of_a_module_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a Mask reads which was made before."""
     torch._dynamo.reset()

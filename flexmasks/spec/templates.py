@@ -94,6 +94,9 @@ def _way_in(function: types.FunctionType, place: Place, steps: list[tuple[str, A
     """Return the way to a place in a function, and the steps from there."""
     code = function.__code__
     if place.kind == "attribute":
+        if place.key == "__dict__":  # torch 2.11 does not trace this name
+            (_, name), *steps = steps
+            return Read(function, None, (("attribute", name), *steps))
         return Read(function, None, ((place.kind, place.key), *steps))
     if place.kind == "default":
         first = code.co_argcount - len(function.__defaults__ or ())
