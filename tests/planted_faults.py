@@ -425,7 +425,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "spec/as_data.py",
-        "known.text, read(known.constants)",
+        "known.text, constants_in(known.constants)",
         "known.text, []",
         ("tests/test_inside_compile.py::test_variables_of_a_module_may_change",),
     ),

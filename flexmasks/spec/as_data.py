@@ -14,7 +14,7 @@ from flexmasks import compat
 from flexmasks.graphs import Flat, text_of
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.structure import Opaque
-from flexmasks.spec.templates import captured_of, made, noted, read
+from flexmasks.spec.templates import captured_of, constants_in, made, noted, read
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _MAKE_IT_OUTSIDE = (
@@ -80,7 +80,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     if known is None and not isinstance(function, types.FunctionType):
         _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
     if known is not None:
-        name = f"{_noted(known.ways, known.text, read(known.constants), *known.functions)}"
+        name = f"{_noted(known.ways, known.text, constants_in(known.constants), *known.functions)}"
         captured = read(known.reads)
     elif function.__code__.co_freevars:  # not a Mask made outside
         _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")

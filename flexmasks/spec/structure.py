@@ -31,7 +31,7 @@ _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
-_CONSTANTS = _CONSTANT_TYPES | _WRITTEN_TYPES
+CONSTANTS = (*_CONSTANT_TYPES, *_WRITTEN_TYPES)
 # Packages whose functions, modules and classes are taken as constants.
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 # Names by which code can read any variable at all.
@@ -371,7 +371,7 @@ class Walk:
         place: None in a tuple or list, where numbers are constants.
         """
         kind = type(value)
-        if self.elements and place is not None and kind not in (int, float) and kind in _CONSTANTS:
+        if self.elements and place is not None and kind not in (int, float) and kind in CONSTANTS:
             self.leaves._constants.append(place)
         if kind in _CONSTANT_TYPES:
             if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):

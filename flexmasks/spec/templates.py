@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from flexmasks import compat
 from flexmasks.cache import FACT, KINDS, Part
-from flexmasks.spec.structure import Place, Readable, Structure, Walk, flatten
+from flexmasks.spec.structure import CONSTANTS, Place, Readable, Structure, Walk, flatten
 
 # Each structure with the number of its tensors. An entry counts one byte.
 _TEMPLATES: Part[tuple[Structure, int]] = Part(KINDS, "templates")
@@ -129,6 +129,11 @@ def read(reads: Sequence[Read]) -> list[Any]:
             value = value[name] if kind == "item" else getattr(value, name)
         values.append(value)
     return values
+
+
+def constants_in(reads: Sequence[Read]) -> list[Any]:
+    """Return the captured strings and the like, None for what is none any more. torch can trace this function."""
+    return [x if isinstance(x, CONSTANTS) else None for x in read(reads)]
 
 
 def noted(*functions: Any) -> str:
