@@ -473,9 +473,9 @@ def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     return (id(x), named("version")(x), id(value)), (x, value)
 
 
-def size_hint(n: Any) -> int:
+def size_hint(n: Any) -> Any:
     """Return a number, or the present value of a symbolic one. No public equivalent."""
-    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+    return n.node.hint if isinstance(n, torch.SymInt | torch.SymFloat) else n
 
 
 def raw_stream(device: torch.device) -> int:

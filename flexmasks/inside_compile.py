@@ -149,7 +149,7 @@ def _attend(
             _check_at_example(data, unread(size_of(q, k), q_offset))
         name, ways = _chosen_for(backend, of_mask, score_data, q_offset, q, k, v, scale, facts)
         if name in _COMPILED:
-            data, score_data = _with_numbers(data, int), _with_numbers(score_data, int)
+            data, score_data = _with_numbers(data, _constant), _with_numbers(score_data, _constant)
             of_mask = data, offset, block_size, sizes
         call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
@@ -373,13 +373,17 @@ def _check_at_example(data: Any, size: Size) -> None:
         alone.resolve(known)
 
 
-def _with_numbers(data: Any, number: Callable[[torch.SymInt], int]) -> Any:
+def _with_numbers(data: Any, number: Callable[[Any], Any]) -> Any:
     """Return data with numbers in the place of symbolic ones: present values, by `compat.size_hint`, or constants of
-    the compiled code, by `int`.
+    the compiled code, by `_constant`.
     """
     if isinstance(data, tuple):
         return tuple([_with_numbers(part, number) for part in data])
-    return number(data) if isinstance(data, torch.SymInt) else data
+    return number(data) if isinstance(data, torch.SymInt | torch.SymFloat) else data
+
+
+def _constant(number: torch.SymInt | torch.SymFloat) -> int | float:
+    return float(number) if isinstance(number, torch.SymFloat) else int(number)
 
 
 def _chosen_for(backend: str, of_mask: tuple[Any, ...], score_data: Any, *arguments: Any) -> tuple[str, list[int]]:
