@@ -80,8 +80,9 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     if known is None and not isinstance(function, types.FunctionType):
         _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
     if known is not None:
-        name = f"{_noted(known.ways, known.text, constants_in(known.constants), *known.functions)}"
-        captured = read(known.reads)
+        constants = constants_in(known.functions, known.constants)
+        name = f"{_noted(known.ways, known.text, constants, *known.functions)}"
+        captured = read(known.functions, known.leaves)
     elif function.__code__.co_freevars:  # not a Mask made outside
         _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
     else:
@@ -107,7 +108,7 @@ def _noted(ways: str, text: str, constants: list[Any], *functions: Any) -> str:
 def _noted_alone(function: Any) -> str:
     # The name of the template of a function that captures nothing.
     captured = captured_of(function)
-    if isinstance(captured, str) or captured.reads or captured.constants:
+    if isinstance(captured, str) or captured.leaves or captured.constants:
         return (
             f"{_PROBLEM}{captured if isinstance(captured, str) else 'tensors, numbers or strings among its variables'}"
         )

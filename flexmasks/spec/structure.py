@@ -31,7 +31,9 @@ _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
-CONSTANTS = (*_CONSTANT_TYPES, *_WRITTEN_TYPES)
+_CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
+# What chooses what a function computes, but for whole and floating numbers, which are leaves.
+CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
 # Packages whose functions, modules and classes are taken as constants.
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 # Names by which code can read any variable at all.
@@ -83,7 +85,7 @@ class Leaves:
     nearby: tensors among the attributes of objects that cannot be read. A function may read them.
     """
 
-    __slots__ = ("_constants", "_numbers", "_places", "nearby", "tensors")
+    __slots__ = ("_numbers", "_places", "nearby", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -91,7 +93,6 @@ class Leaves:
         # Plain tuples: every call of `attention` walks through its mask, and asks for places only to say something.
         self._places: list[Any] = []
         self._numbers: list[Any] = []
-        self._constants: list[Any] = []
 
     @property
     def all_tensors(self) -> list[Tensor]:
@@ -105,11 +106,6 @@ class Leaves:
     @property
     def numbers(self) -> list[Number]:
         return [Number(Place(*place), value, is_global) for place, value, is_global in self._numbers]
-
-    @property
-    def constants(self) -> list[Place]:
-        """The places of strings and the like, in a walk through the elements of sequences."""
-        return [Place(*place) for place in self._constants]
 
 
 class Filling:
@@ -348,14 +344,23 @@ class Readable:
         raise NotImplementedError
 
 
+Way = tuple[tuple[str, Any], ...]  # steps from a root: ("item", key), ("attribute", name), or last ("length", None)
+
+
 class Walk:
-    """One walk through a value, see `flatten`. Places are the fields of a `Place`."""
+    """One walk through a value, see `flatten`. Places are the fields of a `Place`.
+
+    ways: with `elements`, the ways from the value to tensors, to numbers and to constants. What is in several places is
+        taken at each of them, because one of them may change.
+    """
 
     def __init__(self, contents: bool = True, lifts: bool = False, elements: bool = False) -> None:
         self.contents, self.lifts, self.elements = contents, lifts, elements
         self.leaves = Leaves()
         self._unreadable, self._is_whole = "", True
         self._global_depth = 0
+        self._count = 0  # of parts
+        self.ways: tuple[list[Way], list[Way], list[Way]] = [], [], []
         # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
         # once its object dies.
         self.seen: dict[int, tuple[int, Any, Any]] = {}
@@ -371,8 +376,9 @@ class Walk:
         place: None in a tuple or list, where numbers are constants.
         """
         kind = type(value)
-        if self.elements and place is not None and kind not in (int, float) and kind in CONSTANTS:
-            self.leaves._constants.append(place)
+        if self.elements and place is not None and kind in CONSTANTS:
+            way = self._way(place)
+            self.ways[2].extend([way] if len(way) > 1 else [])  # all know what the root itself holds
         if kind in _CONSTANT_TYPES:
             if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):
                 return self._number(value, place, value > 0)
@@ -382,10 +388,10 @@ class Walk:
                 return self._number(value, place, None)
             return (kind, repr(value)), lambda _: value
         known = self.seen.get(id(value))
-        if known is not None:  # a tensor in two places, or a function that refers to itself
-            number = known[0]
+        if known is not None and not self._takes_again(value, known[0]):
+            number = known[0]  # of a tensor in two places, or of a function that refers to itself
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
-        number = len(self.seen)
+        number, self._count = self._count, self._count + 1
         self.seen[id(value)] = number, value, place
         rule = _RULES.get(kind) or _rule_for(value)
         key, recipe = rule(self, value)
@@ -405,7 +411,40 @@ class Walk:
             self.leaves.nearby += [a for a in (*attributes.values(), *in_dicts) if isinstance(a, Tensor)]
         return None, _kept(value)
 
+    def _takes_again(self, value: Any, number: int) -> bool:
+        is_finished = number in self._recipes
+        return self.elements and is_finished and isinstance(value, Tensor | tuple | list | dict)
+
+    def _way(self, place: Any) -> Way:
+        """The way from the root to a place."""
+        steps: list[tuple[str, Any]] = []
+        while place is not None:
+            holder, kind, key = place
+            _, value, place = self.seen[holder]
+            if kind == "variable":
+                cell = value.__code__.co_freevars.index(key)
+                steps[:0] = ("attribute", "__closure__"), ("item", cell), ("attribute", "cell_contents")
+            elif kind == "default":
+                first = value.__code__.co_argcount - len(value.__defaults__)
+                steps[:0] = ("attribute", "__defaults__"), ("item", value.__code__.co_varnames.index(key) - first)
+            elif kind == "argument":
+                steps[:0] = ("attribute", "args"), ("item", key)
+            elif kind == "global variable":
+                steps[:0] = ("attribute", "__globals__"), ("item", key)
+            elif key == "__dict__":  # torch 2.11 does not trace this name
+                steps[:1] = [("attribute", name) for _, name in steps[:1]]
+            else:
+                steps.insert(0, (kind, key))
+        return tuple(steps)
+
+    def _length(self, value: Any) -> None:
+        place = self.seen[id(value)][2]
+        if self.elements and place is not None and place[2] != "__dict__":
+            self.ways[2].append((*self._way(place), ("length", None)))
+
     def _number(self, value: int | float, place: Any, sign: bool | None) -> tuple[Hashable, Recipe]:
+        if self.elements:
+            self.ways[1].append(self._way(place))
         n = len(self.leaves._numbers)
         self.leaves._numbers.append((place, value, self._global_depth > 0))
         return ("number", sign), lambda filling: filling.numbers[n]
@@ -414,16 +453,19 @@ class Walk:
         n = len(self.leaves.tensors)
         self.leaves.tensors.append(value)
         self.leaves._places.append(self.seen[id(value)][2])
+        if self.elements:
+            self.ways[0].append(self._way(self.seen[id(value)][2]))
         attributes: dict[str, Any] = {}
         if type(value) in (Tensor, torch.nn.Parameter):
             # torch.compile notes attributes of its own on tensors; they change nothing.
             attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
         else:
             self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}"
-        of_attributes = self.take(attributes)[0] if attributes else None
+        of_attributes = self.take(attributes, (id(value), "attribute", "__dict__"))[0] if attributes else None
         return (Tensor, value.dtype, value.ndim, of_attributes), lambda filling: filling.tensors[n]
 
     def _dict(self, value: dict[Any, Any]) -> tuple[Hashable, Recipe]:
+        self._length(value)
         keys: list[Hashable] = [dict]
         recipes = {}
         for k, v in value.items():
@@ -433,6 +475,7 @@ class Walk:
 
     def _sequence(self, value: Any) -> tuple[Hashable, Recipe]:
         kind = type(value)
+        self._length(value)
         if not self.elements and value and type(value[0]) is int and set(map(type, value)) == {int}:
             kept = tuple(value)
             return (kind, int, kept), lambda _: kind(kept)
@@ -454,11 +497,15 @@ class Walk:
         return key, lambda filling: partial(function(filling), *filling.sequence(args), **keywords(filling))
 
     def _method(self, value: types.MethodType) -> tuple[Hashable, Recipe]:
-        (of_function, function), (of_owner, owner) = self.take(value.__func__), self.take(value.__self__)
+        (of_function, function), (of_owner, owner) = (
+            self.take(getattr(value, n), (id(value), "attribute", n)) for n in ("__func__", "__self__")
+        )
         key = types.MethodType, of_function, of_owner
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
     def _scalar(self, value: np.generic) -> tuple[Hashable, Recipe]:
+        if self.elements:
+            return self.refuse("a NumPy scalar")
         return (type(value), value.tobytes()), _kept(value)
 
     def _module_or_class(self, value: Any) -> tuple[Hashable, Recipe]:
@@ -473,7 +520,7 @@ class Walk:
         if value.__self__ is None:
             is_known = is_library(value.__module__)
             return (value, _kept(value)) if is_known else self.refuse(f"{value!r}", value)
-        (key, owner), name = self.take(value.__self__), value.__name__
+        (key, owner), name = self.take(value.__self__, (id(value), "attribute", "__self__")), value.__name__
         return (type(value), name, key), lambda filling: getattr(owner(filling), name)
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Recipe]:
