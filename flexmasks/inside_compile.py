@@ -144,6 +144,7 @@ def _attend(
     """
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
+        data = _detached(data)
         of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
             _check_at_example(data, unread(size_of(q, k), q_offset))
@@ -380,6 +381,13 @@ def _with_numbers(data: Any, number: Callable[[Any], Any]) -> Any:
     if isinstance(data, tuple):
         return tuple([_with_numbers(part, number) for part in data])
     return number(data) if isinstance(data, torch.SymInt | torch.SymFloat) else data
+
+
+def _detached(data: Any) -> Any:
+    """Return the data of a mask with tensors that do not learn, since a mask gives none a gradient."""
+    if isinstance(data, tuple):
+        return tuple(map(_detached, data))
+    return data.detach() if isinstance(data, Tensor) and data.requires_grad else data
 
 
 def _constant(number: torch.SymInt | torch.SymFloat) -> int | float:

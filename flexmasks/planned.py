@@ -36,9 +36,9 @@ from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for, is_captured
 from flexmasks.request import Request, checked
+from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.parameters import can_be_read
-from flexmasks.spec.structure import Aliases
 from flexmasks.spec.values import Score
 
 

@@ -539,6 +539,15 @@ _REPLACED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Tensor]
 }  # fmt: skip
 
 
+def test_a_mask_may_read_a_parameter() -> None:
+    """It gives it no gradient, and torch's kernels refuse those that want one."""
+    width, q = torch.nn.Parameter(torch.tensor(9.0)), torch.randn(1, 2, 40, 16)
+    mask = flexmasks.get_mask(lambda b, h, q, kv: (q - kv).abs() <= width)
+    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=mask), fullgraph=True, backend="aot_eager")
+    want = flexmasks.attention(q, q, q, mask=mask, backend="reference")
+    assert error(compiled(), want.detach().double()) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("name", _REPLACED)
 def test_what_functions_read_may_be_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

@@ -25,9 +25,10 @@ from flexmasks.plans import mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
+from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Aliases, replaced
+from flexmasks.spec.structure import replaced
 
 BATCH, HEADS, LENGTH = 2, 2, 512
 CPU = torch.device("cpu")

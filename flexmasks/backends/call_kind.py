@@ -13,7 +13,8 @@ from flexmasks import compat
 from flexmasks.backends.call import Replay
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.plans.recorded import LOCK, Form, Recorded
-from flexmasks.spec.structure import Aliases, Opaque, in_one_piece
+from flexmasks.spec.aliases import Aliases, in_one_piece
+from flexmasks.spec.structure import Opaque
 
 
 class CallKind:

@@ -24,17 +24,16 @@ from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
+from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import (
     MAX_COMPILED_VALUES,
-    Aliases,
     Leaves,
     Number,
     Opaque,
     Structure,
     flatten,
-    in_one_piece,
     replaced,
     with_tensors,
 )

@@ -18,13 +18,10 @@ from flexmasks.plans.recorded import Form, Recorded
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
+from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.structure import (
-    Aliases,
-    Opaque,
-    flatten,
-)
+from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Score
 
 _BIASES = "dense_bias", "pair_bias"  # scores whose sum is their tensor

@@ -19,10 +19,11 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
+from flexmasks.spec.aliases import in_one_piece
 from flexmasks.spec.definitions import AND, CHAIN, FUNCTIONS, NOT, OR, Definition, define, definition, owners_of
 from flexmasks.spec.parameters import Size, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.structure import Filling, Opaque, Readable, Recipe, Walk, flatten, in_one_piece, key_of, tensors_of
+from flexmasks.spec.structure import Filling, Opaque, Readable, Recipe, Walk, flatten, key_of, tensors_of
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
