@@ -144,13 +144,13 @@ def _attend(
     """
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
-        data = _detached(data)
+        data = _changed(data, _without_gradient)
         of_mask = data, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
             _check_at_example(data, unread(size_of(q, k), q_offset))
         name, ways = _chosen_for(backend, of_mask, score_data, q_offset, q, k, v, scale, facts)
         if name in _COMPILED:
-            data, score_data = _with_numbers(data, _constant), _with_numbers(score_data, _constant)
+            data, score_data = _changed(data, _constant), _changed(score_data, _constant)
             of_mask = data, offset, block_size, sizes
         call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
@@ -370,34 +370,31 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
 def _check_at_example(data: Any, size: Size) -> None:
     """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
     with compat.without_dispatch_modes():
-        alone, known = without_traced(cast(Mask, of_data("mask", _with_numbers(data, compat.size_hint))), size)
+        alone, known = without_traced(cast(Mask, of_data("mask", _changed(data, compat.size_hint))), size)
         alone.resolve(known)
 
 
-def _with_numbers(data: Any, number: Callable[[Any], Any]) -> Any:
-    """Return data with numbers in the place of symbolic ones: present values, by `compat.size_hint`, or constants of
-    the compiled code, by `_constant`.
-    """
-    if isinstance(data, tuple):
-        return tuple([_with_numbers(part, number) for part in data])
-    return number(data) if isinstance(data, torch.SymInt | torch.SymFloat) else data
+def _changed(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return data with all parts of its tuples changed."""
+    return tuple([_changed(part, change) for part in data]) if isinstance(data, tuple) else change(data)
 
 
-def _detached(data: Any) -> Any:
-    """Return the data of a mask with tensors that do not learn, since a mask gives none a gradient."""
-    if isinstance(data, tuple):
-        return tuple(map(_detached, data))
-    return data.detach() if isinstance(data, Tensor) and data.requires_grad else data
+def _constant(part: Any) -> Any:
+    """Return a symbolic number as a constant of the compiled code, and anything else as it is."""
+    if isinstance(part, torch.SymFloat):
+        return float(part)
+    return int(part) if isinstance(part, torch.SymInt) else part
 
 
-def _constant(number: torch.SymInt | torch.SymFloat) -> int | float:
-    return float(number) if isinstance(number, torch.SymFloat) else int(number)
+def _without_gradient(part: Any) -> Any:
+    """Return a tensor of a mask, which gives it no gradient, as one that wants none, and anything else as it is."""
+    return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 
 def _chosen_for(backend: str, of_mask: tuple[Any, ...], score_data: Any, *arguments: Any) -> tuple[str, list[int]]:
     """Return `_choice` for a call with the present values of the numbers that its functions captured."""
     data, *others = of_mask
-    data, score_data = _with_numbers(data, compat.size_hint), _with_numbers(score_data, compat.size_hint)
+    data, score_data = _changed(data, compat.size_hint), _changed(score_data, compat.size_hint)
     return _choice(backend, _call_of((data, *others), score_data, *arguments))
 
 

@@ -27,14 +27,13 @@ def _short(
 
 def _mask_of(q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float) -> Any:
     """The mask as kernels take it, whatever layouts the compiler has chosen for what the graph computes."""
+    from flexmasks.kernels.direct import with_rows_together
     from flexmasks.kernels.whole_mask import WholeMask, with_bias
 
     visible, key_spans, query_spans = visible.contiguous(), key_spans.contiguous(), query_spans.contiguous()
-    return with_bias(
-        WholeMask(visible, key_spans, query_spans, None, None, None, scale),
-        added if added.stride(3) == 1 else added.contiguous(),
-        q.shape[0],
-    )
+    mask = WholeMask(visible, key_spans, query_spans, None, None, None, scale)
+    (added,) = with_rows_together(added)
+    return with_bias(mask, added, q.shape[0])
 
 
 @_short.register_fake
@@ -48,10 +47,11 @@ def _short_backward(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor,
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, scale: float, learns: bool,
 ) -> list[Tensor]:  # fmt: skip
+    from flexmasks.kernels.direct import with_rows_together
     from flexmasks.kernels.whole_mask_launch import kernels_of
 
     mask = _mask_of(q, visible, key_spans, query_spans, added, scale)
-    d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
+    (d_out,) = with_rows_together(d_out)
     grads = kernels_of(q, k, v, mask).backward(d_out, d_lse.contiguous(), q, k, v, out, lse, mask, learns)
     return list(grads)
 

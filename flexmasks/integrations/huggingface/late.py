@@ -246,9 +246,9 @@ def _given(
         if own.name not in ("causal", "full", "sliding_window"):
             fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
         if own.name == "sliding_window":
-            mask, given = trees.windowed(mask, cast(int, own.params["window"])), mask
+            mask = trees.windowed(mask, cast(int, own.params["window"]))
     made = LateMask(Parts([mask], []), 0, shape, device)
-    if isinstance(given, HeldPlan) and not compat.is_compiling():
+    if isinstance(given, HeldPlan) and mask is given.mask and not compat.is_compiling():
         made.plan = cast(Plan, given)
     return made
 
