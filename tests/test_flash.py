@@ -106,7 +106,7 @@ def wrong_masks(device: str = "cpu") -> Functions:
         "numbers as truth": lambda b, h, q, kv: torch.logical_or(q & 2, kv == q),
         "before a table, by a power": lambda b, h, q, kv: flags[4 - (torch.exp2(-h - 1.0) * 10.0).int() - q // 4096],
         "before a table": lambda b, h, q, kv: flags[(q - kv) // 4096 - 1],
-        "before a table of rows": lambda b, h, q, kv: flags[q // 2 - kv // 2 + 1],
+        "before a table of rows": lambda b, h, q, kv: flags[q // 2 % 4 - kv // 2 % 4 + 1],
         "before a table of columns": lambda b, h, q, kv: flags[q % 3 - kv % 3 + 1],
     }
 
