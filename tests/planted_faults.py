@@ -582,6 +582,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plans/tracing.py",
+        "func is _aten.detach.default or not torch.is_grad_enabled()",
+        "func is None",
+        ("tests/test_biases.py::test_functions_with_gradients_as_operations",),
+    ),
+    Fault(
+        "plans/tracing.py",
         "if operation.results[0] in given_out:  # a result may not be the memory of an input",
         "if operation.results[0] in ():",
         ("tests/test_plans.py::test_recorded_operations_do_nothing_in_vain",),

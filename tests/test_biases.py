@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
+from flexmasks.plans.recorded import Learning
 from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, SIDE = 4, 2, 7
@@ -410,3 +411,55 @@ def test_scores_that_read_a_tensor_and_what_is_made_of_it(way: str, device: str)
     torch._dynamo.reset()
     for got, want in zip(gradients(attend), gradients(formula), strict=True):
         assert error(got.cpu(), want.double().cpu(), unit=float(want.abs().max())) < 1e-4
+
+
+def _straight_through() -> Callable[..., Tensor]:
+    class Rounded(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.round()
+
+        @staticmethod
+        def setup_context(*_: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, slope: Tensor) -> Tensor:
+            return 2 * slope
+
+    return Rounded.apply
+
+
+def _without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "is_traced"),
+    [("table", True), ("steep", True), ("detached", False), ("no gradient", False), ("own gradient", False)],
+)
+def test_functions_with_gradients_as_operations(name: str, is_traced: bool) -> None:
+    """From the second call on their operations run, unless these do not tell what gradients the function has."""
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "table": lambda x: x,
+        "steep": lambda x: x.exp().clamp(max=2.0) * x.sum(),
+        "detached": lambda x: x * x.detach(),
+        "no gradient": lambda x: x + _without_gradient(x),
+        "own gradient": _straight_through(),
+    }
+    change, place = changes[name], torch.arange(6)
+
+    def function(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.vmap(lambda i: torch.vmap(lambda j: change(tensors[0])[i - j + 5])(place))(place)
+
+    learning = Learning(function)
+    for _ in range(4):
+        given = torch.randn(11, requires_grad=True)
+        results = learning([given]), function([given])
+        assert torch.equal(*results)
+        slopes = torch.randn(6, 6)
+        got, want = (torch.autograd.grad(x, given, slopes, allow_unused=True)[0] for x in results)
+        assert torch.allclose(got, want, atol=1e-6)
+    assert (learning._program is not None) == is_traced

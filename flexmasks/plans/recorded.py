@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.plans.tracing import trace
+from flexmasks.plans.tracing import Program, trace
 from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
@@ -87,6 +87,29 @@ class Recorded:
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
                 return self._captured(inputs)
+
+
+class Learning:
+    """A function from tensors to a tensor, of which only the operations run from the second call on, with gradients.
+
+    Where operations do not tell what gradients it has, the function itself runs.
+
+    function: its tensors have the same layouts at each call.
+    """
+
+    def __init__(self, function: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        self._function = function
+        self._program: Program | None = None
+        self._calls = 0
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        self._calls += 1
+        if self._calls == 2:  # tracing takes as long as some calls
+            with contextlib.suppress(Exception), torch.enable_grad():
+                self._program = trace(
+                    lambda *given: [self._function(given)], [t.detach() for t in tensors], learns=True
+                )
+        return self._function(tensors) if self._program is None else self._program(*tensors)[0]
 
 
 class Form(NamedTuple):

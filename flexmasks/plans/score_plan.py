@@ -14,7 +14,7 @@ from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import tensors_in, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
-from flexmasks.plans.recorded import Form, Recorded
+from flexmasks.plans.recorded import Form, Learning, Recorded
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
@@ -90,7 +90,7 @@ class ScorePlan(Plan):
         functions, leaves = flatten(score_mod)
         if not functions.is_whole:
             return Summand([], lambda _: added_by(score_mod, size))
-        return Summand(leaves.tensors, lambda tensors: added_by(functions.fill(tensors), size))
+        return Summand(leaves.tensors, Learning(lambda tensors: added_by(functions.fill(tensors), size)))
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
