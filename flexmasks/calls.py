@@ -41,7 +41,6 @@ from flexmasks.planned import (
 )
 from flexmasks.plans.checks import (
     any_nested,
-    autocasts,
     check_sinks,
     fail,
 )
@@ -87,6 +86,7 @@ def unseen(run: _Run) -> _Run:
     return cast(_Run, call)
 
 
+@unseen
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
     if request.sink_logits is not None:
@@ -97,26 +97,30 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
+    with under_autocast(q, k, v) as (q, k, v):
+        if not any_nested(q, k, v):
+            return _run(q, k, v, request)
+        return as_nested(q, *_run(*laid_end_to_end(q, k, v, unwrapped(q, k, request))))
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call of dense tensors, outside autocast."""
     k, v = _for_each_batch_element(q, k, v)
     if not compat.is_compiling():
-        return run_eagerly(q, k, v, request)
+        return _run_eagerly(q, k, v, request)
     request = unwrapped(q, k, request)
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
     from flexmasks import inside_compile  # loads torch's compilers
 
-    with under_autocast(q, k, v) as (q, k, v):
-        if not any_nested(q, k, v):
-            sinks, request = sinks_of(request)
-            return with_sinks_of(inside_compile.run(q, k, v, request), sinks)
-        result = inside_compile.run(*laid_end_to_end(q, k, v, request))
-        return as_nested(q, result.out, result.lse)
+    sinks, request = sinks_of(request)
+    return with_sinks_of(inside_compile.run(q, k, v, request), sinks)
 
 
 def _for_each_batch_element(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v for all batch elements of q, without a copy; those of one batch element are for all."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or any_nested(q, k, v):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return k, v
     if q.ndim == k.ndim == v.ndim == _DIMS and k.shape[0] == v.shape[0] == 1 != q.shape[0]:
         return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
@@ -128,13 +132,12 @@ def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -
 
     own: the request there.
     """
-    out, lse = run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
+    out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
     return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
-    k, v = _for_each_batch_element(q, k, v)
     request = unwrapped(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
@@ -142,6 +145,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     with under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = laid_end_to_end(q, k, v, request)
+        k, v = _for_each_batch_element(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
         found = tiles_for(q, k, v, request)
@@ -165,10 +169,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here, order)
 
 
-@unseen
-def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile."""
-    out, lse = _run_eagerly(q, k, v, request)
+    out, lse = _replayed_or_planned(q, k, v, request)
     if out.requires_grad and checkpointing.saves_by_hooks():
         # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
         request = unwrapped(q, k, request)
@@ -194,21 +197,21 @@ class _Watched(torch.autograd.Function):
         return None, *gradients
 
 
-def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Run a call outside torch.compile. A call that was made before goes straight to its kernel."""
+def _replayed_or_planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call. One that was made before goes straight to its kernel."""
     if isinstance(request.mask, HeldPlan):
         return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS and not q.is_nested:
+    if request.q_offset is None and type(q) is type(k) is Tensor and q.ndim == k.ndim == _DIMS:
         request = request._replace(q_offset=0) if q.shape[2] == k.shape[2] else request
     return _run_given(q, k, v, request, key_and_tensors(q, k, v, sinks_of(request)[1]))
 
 
 def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     """Return the greatest score of each query of a call, [B, H, Q]."""
-    k, v = _for_each_batch_element(q, k, v)
-    return greatest_of(q, k, v, unwrapped(q, k, request))
+    with under_autocast(q, k, v) as (q, k, v):
+        return greatest_of(q, *_for_each_batch_element(q, k, v), unwrapped(q, k, request))
 
 
 def _run_given(
@@ -233,7 +236,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
     """Run a call of a plan that the user holds. It finds what its earlier calls made ready without a search."""
     plain = not held.is_own or request.score is not None or request.params or request.q_offset is not None
     if plain or compat.transforms_active():
-        return _run_eagerly(q, k, v, unwrapped(q, k, request))
+        return _replayed_or_planned(q, k, v, unwrapped(q, k, request))
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
     captured = bool(held.tensors) and is_captured(q.device)
@@ -444,13 +447,11 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
         return None
-    if request.block_mask is not None or request.kernel_options is not None or q.is_nested:
+    if request.block_mask is not None or request.kernel_options is not None:
         return None
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if autocasts(device.type):
-        return None
     return (
         scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,

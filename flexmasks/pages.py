@@ -24,7 +24,6 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.paged import paged
 from flexmasks.planned import (
     Planned,
-    cast_as,
     inside_sequences,
     learned_by,
     learns_any,
@@ -37,7 +36,6 @@ from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
-    autocasts,
     check_are_last,
     check_cache,
     check_mixed,
@@ -86,7 +84,8 @@ def run_varlen(
     if offsets is None:
         fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
-        return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+        with under_autocast(q, k, v) as (q, k, v):
+            return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
@@ -97,7 +96,6 @@ def run_varlen(
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
-@unseen
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
@@ -105,12 +103,20 @@ def run_paged(
 
     A q_offset of None means that the queries are the last ones of each sequence.
     """
+    with under_autocast(q, k_cache, v_cache) as (q, k_cache, v_cache):
+        return _run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
+
+
+@unseen
+def _run_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
     request = _with_offset(PAGED, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
         sinks, request = sinks_of(request)
         without = request._replace(sink_logits=None)
-        return with_sinks_of(Result(*run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
+        return with_sinks_of(Result(*_run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
     known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     result = None if known is None else run_again(*known, q, k_cache, v_cache)
     if result is not None:
@@ -296,8 +302,7 @@ def _run_mixed(
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
-        with under_autocast(q, k_cache[:0], v_cache[:0]) as (own_q, own_k, own_v):
-            own_out, own_lse = attend_nothing(own_q.transpose(0, 1)[None], own_k, own_v, learned_by(inner.score))
+        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], k_cache[:0], v_cache[:0], learned_by(inner.score))
         outs.append(own_out[0].transpose(0, 1))
         lses.append(own_lse[0])
     # The last place is that of queries of no sequence.
@@ -368,7 +373,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
     if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
         return False
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    if learns_any((q, k_cache, v_cache)) or is_traced or autocasts(device):
+    if learns_any((q, k_cache, v_cache)) or is_traced:
         return False
     return (request.q_offset is None and device in _FA4_ON and fa4_package.is_installed()) or decode.are_few(
         q.shape[2], length, q.device
@@ -424,6 +429,4 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
 def _slots(cache: Tensor, batch: int) -> Tensor:
     """Return a view of all slots of a cache, for every batch element. The view is [B, Hkv, slots, D]."""
-    if autocasts(cache.device.type):
-        cache = cast_as(cache, torch.get_autocast_dtype(cache.device.type))
     return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

@@ -1,6 +1,6 @@
 """A call from the start: checks, plans, and the way to its backend.
 
-Calls under autocast, with jagged tensors and with sinks become plain calls here.
+Calls with jagged tensors and with sinks become plain calls here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     ATTENTION,
     any_nested,
-    autocasts,
     check_offset,
     described,
     fail,
@@ -63,14 +62,6 @@ def run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[R
 
     Returns the result, and the plans if the replay may be cached.
     """
-    with under_autocast(q, k, v) as (q, k, v):
-        if not any_nested(q, k, v):
-            return _run_dense(q, k, v, request)
-        result, _ = _run_dense(*laid_end_to_end(q, k, v, request))
-    return Result(*as_nested(q, result.out, result.lse)), None
-
-
-def _run_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, Planned | None]:
     if computes_nothing(q, k, v):
         return Result(*run_nothing(q, k, v, request)), None
     planned = plan_call(q, k, v, request)
@@ -107,13 +98,12 @@ def greatest_of(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         )
     if any_nested(q, k, v):
         fail("`return_max` takes no jagged tensors; pass padded ones, with a mask of their lengths.", TypeError)
-    with under_autocast(q, k, v) as (q, k, v):
-        if computes_nothing(q, k, v):
-            precise = torch.promote_types(q.dtype, torch.float32)
-            return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
-        call = plan_call(q, k, v, request).call
-        score_mod = None if call.score is None else call.score.mod()
-        return greatest_scores(q, k, score_mod, call.mask.blocks().block_mask, call.scale)
+    if computes_nothing(q, k, v):
+        precise = torch.promote_types(q.dtype, torch.float32)
+        return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
+    call = plan_call(q, k, v, request).call
+    score_mod = None if call.score is None else call.score.mod()
+    return greatest_scores(q, k, score_mod, call.mask.blocks().block_mask, call.scale)
 
 
 def learned_by(score: Score | None) -> list[Tensor]:
@@ -192,7 +182,7 @@ def with_sinks_of(result: Result, sinks: Sinks | None) -> tuple[Tensor, Tensor |
 def under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not autocasts(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast of "meta"
         yield q, k, v
         return
     dtype = torch.get_autocast_dtype(device)

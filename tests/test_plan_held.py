@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
-from flexmasks import calls, planned
+from flexmasks import calls, pages, planned
 from flexmasks.plans import plan as plans
 
 BATCH, HEADS, LENGTH = 2, 4, 300
@@ -352,3 +352,28 @@ def test_updates_wait_for_nothing() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert error(out, expected(tensors, seen(ids))[0]) < 3 * TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize("way", ["autocast", "a plan in autocast", "jagged tensors", "pages in autocast"])
+def test_every_way_in_finds_what_an_earlier_call_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids = torch.randn(3, 1, 2, 96, 16), torch.arange(96).expand(1, -1) // 40
+    plan = flexmasks.plan(flexmasks.get_mask("document", document_ids=ids), 96)
+    offsets, table, lens = torch.tensor([0, 30, 96]), torch.arange(6).view(1, 6), torch.tensor([90])
+    jagged = [torch.nested.nested_tensor_from_jagged(y[0].transpose(0, 1), offsets).transpose(1, 2) for y in x]
+    caches = [y[0].transpose(0, 1).reshape(6, 16, 2, 16) for y in x[1:]]
+
+    def call() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way != "jagged tensors"):
+            if way == "autocast":
+                return flexmasks.attention(*x, mask="document", document_ids=ids)
+            if way == "a plan in autocast":
+                return flexmasks.attention(*x, mask=plan)
+            if way == "jagged tensors":
+                return flexmasks.attention(*jagged, mask="causal").values()
+            return flexmasks.paged_attention(x[0][:, :, :1], *caches, table, lens, mask="causal")
+
+    with torch.no_grad():
+        want = call()
+        for module, name in ((calls, "run_first_time"), (planned, "plan_call"), (pages, "plan_call")):
+            monkeypatch.setattr(module, name, None)
+        assert torch.equal(call(), want)

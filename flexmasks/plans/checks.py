@@ -35,11 +35,6 @@ def any_nested(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
 
 
-def autocasts(device_type: str) -> bool:
-    """Return whether torch.autocast is on for a type of device; the type "meta" has none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 _LAYOUT = "; tensors [B, S, H, D] need layout='bshd'"
 
 
@@ -88,7 +83,7 @@ def check_cache(
     _check_strided(wrong, q=(q, dims_of_q), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
     if k_cache.shape[:3] != v_cache.shape[:3]:
         wrong("k_cache and v_cache must have one shape but for the head size")
-    if not q.dtype == k_cache.dtype == v_cache.dtype and not autocasts(q.device.type):
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
         wrong("q, k_cache and v_cache must have one dtype", TypeError)
     if not q.device == k_cache.device == v_cache.device:
         wrong("q, k_cache and v_cache must be on one device")
