@@ -24,6 +24,7 @@ from flexmasks.backends.call_kind import CallKind
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
+from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part
 from flexmasks.canvas import Tiles, order_in_words, tiles_for
 from flexmasks.errors import passing_error
@@ -428,10 +429,13 @@ def key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
 def _with_functions(of_sizes: Hashable, request: Request) -> tuple[Hashable, list[Tensor]] | None:
     """Return the cache key of a call with its mask and score, and the tensors that it reads, or None."""
     tensors: list[Tensor] = []
-    functions = _simple_key(request, tensors)
+    blocks = request.block_mask
+    functions = _simple_key(request, tensors) if blocks is None else None
     if functions is None:
-        parts = functions_of("mask", request.mask), functions_of("score", request.score)
-        structure, leaves = flatten((*parts, request.params, request.q_offset))
+        mask: Any = functions_of("mask", request.mask)
+        if blocks is not None:
+            mask = blocks.mask_mod, lists_of(blocks), blocks.BLOCK_SIZE, blocks.seq_lengths
+        structure, leaves = flatten((mask, functions_of("score", request.score), request.params, request.q_offset))
         if structure.unreadable:
             return None
         functions, tensors = structure.key, leaves.tensors
@@ -447,13 +451,15 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
         return None
-    if request.block_mask is not None or request.kernel_options is not None:
+    blocks = request.block_mask
+    if blocks is not None and (not isinstance(blocks, compat.BlockMask) or compat.transforms_active()):
         return None
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
     return (
         scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
+        None if request.kernel_options is None else repr(request.kernel_options),
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         device, k.device, v.device, q.requires_grad, k.requires_grad, v.requires_grad,
         compat.transforms_active(), compat.sdp_settings(),

@@ -119,7 +119,7 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
     aliases = Aliases()
     mask_plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
-        mask_plan = GivenPlan(as_kernels_read(request.block_mask))
+        mask_plan = GivenPlan(as_kernels_read(request.block_mask), aliases)
     else:
         mask = get_mask("full") if mask is None else mask
         mask_plan = MaskPlan(

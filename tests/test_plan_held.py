@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from quick_kernels import quick_kernels as quick_kernels
 from test_kept import refused
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +38,10 @@ def qkv(device: str = "cpu", length: int = LENGTH, requires_grad: bool = True) -
 def drawn_ids(device: str, seed: int, length: int = LENGTH) -> Tensor:
     drawn = torch.rand(BATCH, length, generator=torch.Generator().manual_seed(seed)) < 0.02
     return drawn.cumsum(1).to(device)
+
+
+def same(ids: Tensor) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: ids[b, q] == ids[b, kv]
 
 
 def packed(ids: Tensor) -> flexmasks.Mask:
@@ -354,10 +361,13 @@ def test_updates_wait_for_nothing() -> None:
         assert error(out, expected(tensors, seen(ids))[0]) < 3 * TOLERANCE[out.dtype]
 
 
-@pytest.mark.parametrize("way", ["autocast", "a plan in autocast", "jagged tensors", "pages in autocast"])
+@pytest.mark.parametrize(
+    "way", ["autocast", "a plan in autocast", "jagged tensors", "pages in autocast", "given blocks", "options"]
+)
 def test_every_way_in_finds_what_an_earlier_call_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids = torch.randn(3, 1, 2, 96, 16), torch.arange(96).expand(1, -1) // 40
     plan = flexmasks.plan(flexmasks.get_mask("document", document_ids=ids), 96)
+    blocks = create_block_mask(same(ids), 1, None, 96, 96, device="cpu")
     offsets, table, lens = torch.tensor([0, 30, 96]), torch.arange(6).view(1, 6), torch.tensor([90])
     jagged = [torch.nested.nested_tensor_from_jagged(y[0].transpose(0, 1), offsets).transpose(1, 2) for y in x]
     caches = [y[0].transpose(0, 1).reshape(6, 16, 2, 16) for y in x[1:]]
@@ -370,6 +380,10 @@ def test_every_way_in_finds_what_an_earlier_call_made(way: str, monkeypatch: pyt
                 return flexmasks.attention(*x, mask=plan)
             if way == "jagged tensors":
                 return flexmasks.attention(*jagged, mask="causal").values()
+            if way == "given blocks":
+                return flexmasks.attention(*x, block_mask=blocks)
+            if way == "options":
+                return flexmasks.attention(*x, mask="causal", kernel_options={"BLOCK_M": 64})
             return flexmasks.paged_attention(x[0][:, :, :1], *caches, table, lens, mask="causal")
 
     with torch.no_grad():
@@ -377,3 +391,22 @@ def test_every_way_in_finds_what_an_earlier_call_made(way: str, monkeypatch: pyt
         for module, name in ((calls, "run_first_time"), (planned, "plan_call"), (pages, "plan_call")):
             monkeypatch.setattr(module, name, None)
         assert torch.equal(call(), want)
+
+
+def test_given_blocks_that_change_are_other_blocks() -> None:
+    tensors, ids = qkv(requires_grad=False), drawn_ids("cpu", 0)
+    blocks = create_block_mask(same(ids), BATCH, None, LENGTH, LENGTH, device="cpu")
+    results = [flexmasks.attention(*tensors, block_mask=blocks) for _ in range(2)]
+    ids[:, -20:] += 1
+    results += [flexmasks.attention(*tensors, block_mask=blocks)]
+    assert torch.equal(*results[:2])
+    assert not torch.equal(*results[1:])
+    want = flexmasks.attention(*tensors, block_mask=blocks, backend="reference")
+    assert error(results[2], want) < TOLERANCE[torch.float32]
+    for count in (blocks.kv_num_blocks, blocks.full_kv_num_blocks):
+        count.zero_()
+    assert flexmasks.attention(*tensors, block_mask=blocks).count_nonzero() == 0
+    alive = weakref.ref(ids)
+    del blocks, ids
+    gc.collect()
+    assert alive() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -17,6 +18,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, can_be_bits
 from flexmasks.blocks.build import Layout, build
 from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.lists import lists_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
@@ -454,18 +456,23 @@ class GivenPlan:
     reads_data_as_fast = False
     window: Window | None = None
     intervals: Intervals | None = None
-    holds_aliases = False
     is_own = False
     what = "a given block mask"
 
-    def __init__(self, block_mask: compat.BlockMask) -> None:
+    def __init__(self, block_mask: compat.BlockMask, aliases: Aliases | None = None) -> None:
         captured: list[Tensor] = []
         self.kernel_key: Hashable
+        self.holds_aliases = False
         try:
             self.kernel_key, self.opaque = ("given", key_of(block_mask.mask_mod, captured)), False
         except Opaque:
             self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
         self.shapes = tuple(t.shape for t in captured)
+        if aliases is not None and not self.opaque:
+            with contextlib.suppress(Opaque):
+                self._block_mask = _with_aliases(block_mask, aliases)
+                self.holds_aliases = True
+                return
         mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
         if mask_mod is not block_mask.mask_mod:
             block_mask = copy.copy(block_mask)
@@ -506,6 +513,17 @@ class GivenPlan:
 
     def is_mostly_partial(self) -> bool:
         return False
+
+
+def _with_aliases(block_mask: compat.BlockMask, aliases: Aliases) -> compat.BlockMask:
+    """Return a BlockMask with aliases of its tensors. Raises Opaque if it reads something that has none."""
+    structure, leaves = flatten(block_mask.mask_mod)
+    if structure.unreadable:
+        raise Opaque(structure.unreadable)
+    lists = [None if t is None else aliases.of(t) for t in lists_of(block_mask)]
+    mask_mod = structure.fill([aliases.of(t) for t in leaves.tensors])
+    arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, mask_mod)
+    return compat.BlockMask(*arguments)
 
 
 def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
