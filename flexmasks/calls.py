@@ -452,7 +452,8 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
         return None
     blocks = request.block_mask
-    if blocks is not None and (not isinstance(blocks, compat.BlockMask) or compat.transforms_active()):
+    is_alone = isinstance(blocks, compat.BlockMask) and request.mask is None
+    if blocks is not None and (not is_alone or compat.transforms_active()):
         return None
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None

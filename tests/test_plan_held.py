@@ -397,6 +397,11 @@ def test_given_blocks_that_change_are_other_blocks() -> None:
     tensors, ids = qkv(requires_grad=False), drawn_ids("cpu", 0)
     blocks = create_block_mask(same(ids), BATCH, None, LENGTH, LENGTH, device="cpu")
     results = [flexmasks.attention(*tensors, block_mask=blocks) for _ in range(2)]
+    plan = flexmasks.plan(packed(ids), LENGTH)
+    flexmasks.attention(*tensors, mask=plan)
+    for mask in ("causal", plan):
+        with pytest.raises(TypeError, match="not both"):
+            flexmasks.attention(*tensors, mask=mask, block_mask=blocks)
     ids[:, -20:] += 1
     results += [flexmasks.attention(*tensors, block_mask=blocks)]
     assert torch.equal(*results[:2])

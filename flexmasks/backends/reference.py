@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, Result, first_line
+from flexmasks.backends.call import Call, Replay, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.elements import with_indexing_by_numbers
@@ -47,10 +48,24 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Attention(Replay):
+    """A call without q, k and v."""
+
+    score_mod: Callable[..., Tensor] | None
+    block_mask: compat.BlockMask
+    scale: float | None
+    reads = None  # it is planned from the start for other tensors
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        return attend(q, k, v, self.score_mod, self.block_mask, self.scale)
+
+
 def run(call: Call) -> Result:
     """Run the call."""
     score_mod = None if call.score is None else call.score.mod()
-    return Result(*attend(call.q, call.k, call.v, score_mod, call.mask.blocks().block_mask, call.scale))
+    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale)
+    return Result(*replay(call.q, call.k, call.v), replay)
 
 
 def attend(
