@@ -440,7 +440,7 @@ def class_variable() -> Iterator[Any]:
         yield lambda b, h, q, kv: (q - kv).abs() <= Config.window
 
 
-@opaque
+@attack
 def object_attribute() -> Iterator[Any]:
     config = Config(3)
     for size in (3, 40):
@@ -456,12 +456,102 @@ def callable_object() -> Iterator[Any]:
         yield config
 
 
-@opaque
+@attack
 def bound_method() -> Iterator[Any]:
     config = Config(3)
     for size in (3, 40):
         config.size = size
         yield config.method
+
+
+@attack
+def attribute_of_a_class() -> Iterator[Any]:
+    config = Config(3)
+    for window in (3, 40):
+        Config.window = window
+        yield lambda b, h, q, kv: (q - kv).abs() <= config.window
+
+
+@attack
+def attribute_before_that_of_the_class() -> Iterator[Any]:
+    config = Config(3)
+    yield lambda b, h, q, kv: (q - kv).abs() <= config.window
+    vars(config)["window"] = 9
+    yield lambda b, h, q, kv: (q - kv).abs() <= config.window
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config(3)
+        self.register_buffer("lens", tensor(30, 60))
+
+    def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ((q - kv).abs() <= self.config.size) & (kv < self.lens[b])
+
+
+@attack
+def buffers_of_a_module() -> Iterator[Any]:
+    model = Model()
+    yield model.mask
+    model.config.size = 40
+    yield model.mask
+    model.lens = tensor(10, 50)
+    yield lambda b, h, q, kv: kv < model.lens[b]
+    model.lens[0] = 20
+    yield lambda b, h, q, kv: kv < model.lens[b]
+    model.config = Config(9)
+    yield model.mask
+
+
+@attack
+def attributes_by_two_functions() -> Iterator[Any]:
+    model = Model()
+    near = flexmasks.get_mask(lambda b, h, q, kv: q - kv <= model.config.size)
+    both = near & (lambda b, h, q, kv: kv < model.lens[b])
+    yield both
+    model.config.size = 40
+    yield both
+    model.lens = tensor(20, 40)
+    yield both
+
+
+@attack
+def slots() -> Iterator[Any]:
+    class Slotted:
+        __slots__ = ("size",)
+
+    slotted = Slotted()
+    for size in (3, 40):
+        slotted.size = size
+        yield lambda b, h, q, kv: (q - kv).abs() <= slotted.size
+
+
+@opaque
+def computed_attribute() -> Iterator[Any]:
+    class Computed(Config):
+        @property
+        def reach(self) -> int:
+            return int(WINDOW)
+
+        def __getattr__(self, name: str) -> int:
+            return int(WINDOW)
+
+    computed = Computed(3)
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (q - kv).abs() <= computed.reach
+        yield lambda b, h, q, kv: (q - kv).abs() <= computed.other
+
+
+@opaque
+def objects_that_are_passed_on() -> Iterator[Any]:
+    config = Config(3)
+    for size in (3, 40):
+        config.size = size
+        yield lambda b, h, q, kv: config.method(b, h, q, kv)
+        yield lambda b, h, q, kv: (q - kv).abs() <= getattr(config, "size")  # noqa: B009
+        yield lambda b, h, q, kv: (q - kv).abs() <= [config][0].size + 0 * config.window
 
 
 @opaque

@@ -98,7 +98,7 @@ class HeldPlan:
         structure, leaves = flatten((self.mask, self.score, self.q_offset))
         is_global = any(place is not None and place.kind == "global variable" for place in leaves.places)
         learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in leaves.all_tensors)
-        if structure.unreadable or not structure.is_whole or is_global or learns:
+        if structure.unreadable or not structure.is_whole or structure.reads_objects or is_global or learns:
             return
         if leaves.tensors:
             self._own_tensors(structure, leaves)

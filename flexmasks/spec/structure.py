@@ -5,24 +5,25 @@ the tensors that the value reads, and the numbers that a kernel could read as in
 code and by what they read beyond their arguments: closure, defaults, globals, attributes.
 
 Caches find what they keep by the key of a structure, never by the function object: a lambda inside a training step is a
-new object each time, and must still be found. Some things cannot be read with certainty: an object's attributes, a
-class, an import inside the function. They make a structure opaque: nothing that depends on it is cached, which is
-slower and never wrong.
+new object each time, and must still be found. Of an object of any class, as the `self` of a model, it is read what the
+code reads: its attributes. Some things cannot be read with certainty: an object that the code passes on or whose method
+it calls, a class, an import inside the function. They make a structure opaque: nothing that depends on it is cached,
+which is slower and never wrong.
 """
 
 from __future__ import annotations
 
-import dis
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flexmasks.spec.code import Attributes, attributes_read, global_names, has_plain_attribute, is_library
 from flexmasks.spec.indexing import bounded
 
 # Types whose objects never change and stand for themselves in a key. float is no such type: 0.0 == -0.0.
@@ -33,10 +34,6 @@ _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these ty
 _CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
 # What chooses what a function computes, but for whole and floating numbers, which are leaves.
 CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
-# Packages whose functions, modules and classes are taken as constants.
-_LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
-# Names by which code can read any variable at all.
-_NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 _OF_EVERY_MODULE = ("__builtins__", "__name__")
 _MOST = (1 << 31) - 1  # whole numbers beyond it stay constants
 MAX_COMPILED_VALUES = 6  # values of a function's numbers that are compiled in, a kernel each
@@ -185,6 +182,7 @@ class Structure:
     # Whether `fill` leaves nothing out, as the attributes of objects. A tensor of another class can be filled in, and
     # not be read.
     is_whole: bool
+    reads_objects: bool  # attributes of objects, which others may change
 
     @property
     def kind(self) -> Hashable:
@@ -320,10 +318,12 @@ class Walk:
         # once its object dies.
         self.seen: dict[int, tuple[int, Any, Any]] = {}
         self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
+        self._owners: dict[int, tuple[Any, Any]] = {}  # by id: objects of which attributes are read, and their places
 
     def structure(self, value: Any) -> Structure:
         key, recipe = self.take(value)
-        return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
+        numbers = [value for _, value, _ in self.leaves._numbers]
+        return Structure(key, numbers, recipe, self._unreadable, self._is_whole, bool(self._owners))
 
     def take(self, value: Any, place: Any = None) -> tuple[Hashable, Recipe]:
         """Return a key of a part without leaves, and its recipe.
@@ -348,7 +348,7 @@ class Walk:
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number, self._count = self._count, self._count + 1
         self.seen[id(value)] = number, value, place
-        rule = _RULES.get(kind) or _rule_for(value)
+        rule = _RULES.get(kind) or _rule_for(value) or Walk._unknown
         key, recipe = rule(self, value)
         self._recipes[number] = recipe = partial(_once, number, recipe)
         return key, recipe
@@ -366,6 +366,27 @@ class Walk:
             self.leaves.nearby += [a for a in (*attributes.values(), *in_dicts) if isinstance(a, Tensor)]
         return None, _kept(value)
 
+    def _unknown(self, value: Any) -> tuple[Hashable, Recipe]:
+        return self.refuse(f"an object of type {type(value).__name__}", value)
+
+    def _variable(self, value: Any, place: Any, code: types.CodeType, name: str) -> tuple[Hashable, Recipe]:
+        """Take apart what code reads by a variable."""
+        return self._part(value, place, None if _is_known(value) else attributes_read(code, name))
+
+    def _part(self, value: Any, place: Any, attributes: Attributes | None) -> tuple[Hashable, Recipe]:
+        """Take apart a value, or what code reads of an object: a copy of the code gets a namespace with that."""
+        if _is_known(value):
+            return self.take(value, place)
+        if not attributes or not all(has_plain_attribute(value, name) for name in attributes):
+            return self._unknown(value)
+        self._owners[id(value)] = value, place
+        keys: list[Hashable] = [types.SimpleNamespace]
+        recipes = {}
+        for name, of_attribute in attributes.items():
+            key, recipes[name] = self._part(getattr(value, name), (id(value), "attribute", name), of_attribute)
+            keys.append((name, key))
+        return tuple(keys), lambda filling: types.SimpleNamespace(**filling.dictionary(recipes))
+
     def _takes_again(self, value: Any, number: int) -> bool:
         is_finished = number in self._recipes
         return self.elements and is_finished and isinstance(value, Tensor | tuple | list | dict)
@@ -375,7 +396,7 @@ class Walk:
         steps: list[tuple[str, Any]] = []
         while place is not None:
             holder, kind, key = place
-            _, value, place = self.seen[holder]
+            value, place = self.seen[holder][1:] if holder in self.seen else self._owners[holder]
             if kind == "variable":
                 cell = value.__code__.co_freevars.index(key)
                 steps[:0] = ("attribute", "__closure__"), ("item", cell), ("attribute", "cell_contents")
@@ -452,9 +473,12 @@ class Walk:
         return key, lambda filling: partial(function(filling), *filling.sequence(args), **keywords(filling))
 
     def _method(self, value: types.MethodType) -> tuple[Hashable, Recipe]:
-        (of_function, function), (of_owner, owner) = (
-            self.take(getattr(value, n), (id(value), "attribute", n)) for n in ("__func__", "__self__")
-        )
+        called, place = value.__func__, (id(value), "attribute", "__self__")
+        of_function, function = self.take(called, (id(value), "attribute", "__func__"))
+        if isinstance(called, types.FunctionType) and called.__code__.co_argcount:
+            of_owner, owner = self._variable(value.__self__, place, called.__code__, called.__code__.co_varnames[0])
+        else:
+            of_owner, owner = self.take(value.__self__, place)
         key = types.MethodType, of_function, of_owner
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
@@ -490,7 +514,7 @@ class Walk:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             part = recipe = None
             if not is_empty(cell):
-                part, recipe = self.take(cell.cell_contents, (holder, "variable", name))
+                part, recipe = self._variable(cell.cell_contents, (holder, "variable", name), code, name)
             key.append(part)
             cells.append(recipe)
         defaults: list[Recipe] = []
@@ -514,7 +538,8 @@ class Walk:
             self._global_depth += 1
             for name in names:
                 if name in variables:
-                    part, own[name] = self.take(variables[name], (holder, "global variable", name))
+                    place = holder, "global variable", name
+                    part, own[name] = self._variable(variables[name], place, code, name)
                     key += [name, part]
             self._global_depth -= 1
             own = {} if uncertainty else own
@@ -550,7 +575,14 @@ _RULES: dict[type, Callable[[Walk, Any], tuple[Hashable, Recipe]]] = {
 }
 
 
-def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]]:
+def _is_known(value: Any) -> bool:
+    """Return whether an object is taken apart as a whole."""
+    kind = type(value)
+    is_constant = kind in _CONSTANT_TYPES or kind in _WRITTEN_TYPES
+    return is_constant or kind in _RULES or _rule_for(value) is not None
+
+
+def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]] | None:
     """Return how an object of a derived type is taken apart."""
     if isinstance(value, Tensor):
         return Walk._tensor
@@ -560,34 +592,4 @@ def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]]:
         return Walk._scalar
     if isinstance(value, (types.ModuleType, type)):
         return Walk._module_or_class
-    return lambda walk, other: walk.refuse(f"an object of type {type(other).__name__}", other)
-
-
-@lru_cache(maxsize=1024)
-def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
-    """Return the global names that code reads, inner functions included, and why it may read other variables, or ""."""
-    names, imports = set[str](), set[str]()
-    for inner in _codes(code):
-        # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
-        names |= _NAMES_OF_ANYTHING.intersection(inner.co_names)
-        for instruction in dis.get_instructions(inner):
-            if instruction.opname == "IMPORT_NAME":
-                imports.add(instruction.argval)
-            elif "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
-                names.add(instruction.argval)
-    if not all(map(is_library, imports)):
-        return tuple(sorted(names)), "an import inside {}"
-    reads_anything = not _NAMES_OF_ANYTHING.isdisjoint(names)
-    return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def is_library(module: Any) -> bool:
-    """Return whether a module's functions are taken as constants, given its name."""
-    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+    return None

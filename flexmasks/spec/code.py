@@ -1,0 +1,97 @@
+"""What code reads: variables, and attributes of objects."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch.nn import Module
+
+# Packages whose functions, modules and classes are taken as constants.
+_LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
+# Names by which code can read any variable at all.
+_NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
+_SKIPPED = {"CACHE", "NOP", "EXTENDED_ARG", "RESUME"}
+_NO_VALUE = {"MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE"}  # they name a variable, and read none
+_PLAIN_READS: Any = object.__getattribute__, types.SimpleNamespace.__getattribute__
+
+Attributes = Mapping[str, "Attributes"]  # that code reads of an object: by name, with those that it reads of them
+
+
+@lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
+    """Return the global names that code reads, inner functions included, and why it may read other variables, or ""."""
+    names, imports = set[str](), set[str]()
+    for inner in _codes(code):
+        # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
+        names |= _NAMES_OF_ANYTHING.intersection(inner.co_names)
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname == "IMPORT_NAME":
+                imports.add(instruction.argval)
+            elif "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+                names.add(instruction.argval)
+    if not all(map(is_library, imports)):
+        return tuple(sorted(names)), "an import inside {}"
+    reads_anything = not _NAMES_OF_ANYTHING.isdisjoint(names)
+    return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
+
+
+@lru_cache(maxsize=1024)
+def attributes_read(code: types.CodeType, name: str) -> Attributes | None:
+    """Return the attributes that code, inner functions included, reads of a variable; None if it does anything else
+    with the variable, such as to call a method, to pass it on or to change it.
+    """
+    found: dict[str, Any] = {}
+    for inner in _codes(code):
+        steps = [i for i in dis.get_instructions(inner) if i.opname not in _SKIPPED]
+        for n, step in enumerate(steps):
+            named = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # 3.13 has loads of two names
+            is_of_variable = "FAST" in step.opname or "DEREF" in step.opname or "GLOBAL" in step.opname
+            is_of_variable = is_of_variable or step.opname == "LOAD_NAME"
+            if not is_of_variable or name not in named or step.opname in _NO_VALUE:
+                continue
+            if "LOAD" not in step.opname or "STORE" in step.opname or name in named[:-1]:
+                return None
+            level = found
+            for follower in steps[n + 1 :]:
+                if not _reads_attribute(follower):
+                    break
+                level = level.setdefault(follower.argval, {})
+            if level is found:
+                return None
+    return found
+
+
+def _reads_attribute(instruction: dis.Instruction) -> bool:
+    """Whether an instruction puts an attribute in the place of its object, and does not go on to call it."""
+    calls = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_ATTR" and not calls
+
+
+def has_plain_attribute(value: Any, name: str) -> bool:
+    """Return whether reading an attribute runs no code but torch's for modules, and finds no method."""
+    kind = type(value)
+    own = getattr(value, "__dict__", {})
+    of_class = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), None)
+    if kind.__getattribute__ not in _PLAIN_READS or hasattr(of_class, "__set__"):
+        return isinstance(of_class, types.MemberDescriptorType) and hasattr(value, name)
+    if name in own or (of_class is not None and not hasattr(of_class, "__get__")):
+        return True
+    is_module = isinstance(value, Module) and getattr(kind, "__getattr__", None) in (Module.__getattr__,)
+    return of_class is None and is_module and any(name in own[n] for n in ("_parameters", "_buffers", "_modules"))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def is_library(module: Any) -> bool:
+    """Return whether a module's functions are taken as constants, given its name."""
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES

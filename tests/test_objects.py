@@ -1,0 +1,140 @@
+"""Masks and scores that read attributes of objects: methods of models, and functions inside their `forward`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, error
+from oracles import attend
+from quick_kernels import quick_kernels as quick_kernels
+from torch import Tensor, nn
+
+import flexmasks
+from flexmasks import calls, planned
+from flexmasks.spec.code import attributes_read
+from flexmasks.spec.structure import flatten
+
+BATCH, HEADS, LENGTH = 2, 2, 40
+
+
+class Settings:
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+
+class Model(nn.Module):
+    """Attention whose mask and score are methods, functions made at each call, or made once."""
+
+    factor = 0.5
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.settings = way, Settings(5)
+        self.slopes = nn.Parameter(torch.rand(HEADS))
+        self.register_buffer("lens", torch.tensor([40, 30]))
+        self.made = flexmasks.get_mask(self.mask), flexmasks.get_score(self.score)
+
+    def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < self.lens[b]) & ((q - kv).abs() <= self.settings.window)
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * self.factor + self.slopes[h] * (kv - q)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask: Any
+        score: Any
+        mask, score = self.mask, self.score
+        if self.way == "made once":
+            mask, score = self.made
+        elif self.way == "functions":
+            mask = lambda b, h, q, kv: (kv < self.lens[b]) & ((q - kv).abs() <= self.settings.window)  # noqa: E731
+            score = lambda s, b, h, q, kv: s * self.factor + self.slopes[h] * (kv - q)  # noqa: E731
+        return flexmasks.attention(q, k, v, mask=mask, score=score)
+
+    def formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(LENGTH)
+        distance = place - place[:, None]
+        visible = (place < self.lens.cpu()[:, None, None, None]) & (distance.abs() <= self.settings.window)
+        slopes = self.slopes.double().cpu()[:, None, None]
+        return attend(q, k, v, visible, lambda scores: scores * self.factor + slopes * distance)[0]
+
+
+def _changes(model: Model, device: str) -> list[Callable[[], Any]]:
+    lens = torch.tensor([10, 35], device=device)
+    return [
+        lambda: None,
+        lambda: model.lens[:1].fill_(20),
+        lambda: setattr(model, "lens", lens),
+        lambda: setattr(model.settings, "window", 9),
+        lambda: setattr(model, "factor", 0.25),
+        lambda: setattr(model, "settings", Settings(2)),
+        lambda: model.slopes.data.mul_(2),
+    ]
+
+
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("way", "is_compiled"), [("methods", False), ("functions", False), ("made once", False), ("made once", True)]
+)
+def test_every_change_of_an_attribute_is_seen(way: str, is_compiled: bool, device: str) -> None:
+    torch._dynamo.reset()
+    model = Model(way).to(device)
+    call: Any = torch.compile(model, fullgraph=True) if is_compiled else model
+    for change in _changes(model, device):
+        change()
+        qkv = [torch.randn(BATCH, HEADS, LENGTH, 16, device=device, requires_grad=True) for _ in range(3)]
+        for _ in range(2):
+            out = call(*qkv)
+            slope = torch.randn_like(out)
+            got = torch.autograd.grad(out, [*qkv, model.slopes], slope)
+            want = model.formula(*(x.double().cpu() for x in qkv))
+            wanted = torch.autograd.grad(want, [*qkv, model.slopes], slope.double().cpu())
+            for a, b in zip((out, *got), (want, *wanted), strict=True):
+                assert error(a.detach(), b.detach(), unit=max(1.0, b.detach().abs().max().item())) < 3e-5
+
+
+def test_later_calls_find_what_the_first_one_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("functions")
+    q = torch.randn(BATCH, HEADS, LENGTH, 16)
+
+    def call() -> Tensor:
+        return flexmasks.attention(q, q, q, mask=lambda b, h, q, kv: (kv < model.lens[b]) & (q - kv <= model.factor))
+
+    want = call()
+    for module, name in ((calls, "run_first_time"), (planned, "plan_call")):
+        monkeypatch.setattr(module, name, None)
+    assert torch.equal(call(), want)
+
+
+def test_a_copy_reads_a_namespace() -> None:
+    """It has what the code reads and no more: neither the object nor other tensors stay alive in a cache."""
+    model = Model("methods")
+    structure, leaves = flatten((model.mask, model.score))
+    assert [t is x for t, x in zip(leaves.tensors, (model.lens, model.slopes), strict=True)] == [True, True]
+    mask, score = structure.fill([torch.tensor([1, 2]), torch.ones(2)])
+    assert vars(mask.__self__).keys() == {"lens", "settings"}
+    assert vars(score.__self__).keys() == {"slopes", "factor"}
+    assert mask(*map(torch.tensor, (0, 0, 0, 0)))
+    assert not mask(*map(torch.tensor, (0, 0, 0, 1)))
+    again, _ = flatten((mask, score))
+    assert again.key == structure.key
+
+
+def test_what_code_does_with_an_object() -> None:
+    holder: Any = types.SimpleNamespace()
+    reads: list[tuple[Callable[..., Any], Any]] = [
+        (lambda: holder.a + holder.b.c, {"a": {}, "b": {"c": {}}}),
+        (lambda: [x + holder.a for x in range(3)], {"a": {}}),
+        (lambda: holder.a(), None),
+        (lambda: getattr(holder, "a"), None),  # noqa: B009
+        (lambda: holder, None),
+        (lambda: (holder.a, holder), None),
+        (lambda: setattr(holder, "a", 1), None),
+    ]
+    for function, want in reads:
+        assert attributes_read(function.__code__, "holder") == want
