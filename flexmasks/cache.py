@@ -55,8 +55,9 @@ class Cache:
 
     The cache is bounded in bytes. When it is full, the oldest entries are dropped first; but an entry that was used
     since it became the newest entry becomes the newest entry once more. The cache is safe across threads. Tensors made
-    in inference mode have no version, so a value that depends on one is not kept. A value made inside inference mode is
-    returned only inside inference mode, because autograd refuses its tensors. In-place changes that torch does not
+    in inference mode have no version: small ones on a CPU are compared by their contents, and a value that depends on
+    another one is not kept. A value made inside inference mode is returned only inside inference mode, because autograd
+    refuses its tensors. In-place changes that torch does not
     count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
     """
 
@@ -198,6 +199,7 @@ KERNELS = Cache(max_bytes=256)
 # - launches of the library's own kernels.
 _LAUNCHES: dict[str, Launches[Any]] = {}
 MAX_LAUNCHES = 4096  # of a kernel
+_MAX_COMPARED = 1 << 12  # bytes of a tensor of inference mode that are compared, in some microseconds
 
 
 def cache_info() -> dict[str, CacheInfo]:
@@ -249,14 +251,20 @@ def clear_caches() -> None:
         launches.clear()
 
 
+def _contents(tensor: Tensor) -> bytes:
+    contents: bytes = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return contents
+
+
 def identity(tensor: Tensor) -> Hashable | None:
     """Return a value that differs after each change of a tensor that torch counts.
 
     The result is None if changes of the tensor cannot be noticed.
     """
-    if tensor.is_inference():
-        return None
     try:
+        if tensor.is_inference():
+            is_small = tensor.device.type == "cpu" and tensor.nbytes <= _MAX_COMPARED
+            return (tensor.shape, tensor.dtype, _contents(tensor)) if is_small else None
         # The address is needed because `tensor.data = other` does not raise the version.
         return (
             compat.version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

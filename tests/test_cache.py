@@ -951,7 +951,9 @@ def test_the_blocks_count_their_bytes() -> None:
 # --- inference mode ---
 
 
-def test_inference_tensors_are_right_and_not_cached() -> None:
+@pytest.mark.parametrize("most", [0, 16])
+def test_inference_tensors_are_right_and_cached_if_small(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexmasks.cache, "_MAX_COMPARED", most)
     with torch.inference_mode():
         lengths = tensor(10, 20)
     assert lengths.is_inference()
@@ -964,7 +966,8 @@ def test_inference_tensors_are_right_and_not_cached() -> None:
         assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
         assert torch.equal(blocks("padding", seq_lens=lengths), want)
         assert torch.equal(blocks(lambda b, h, q, kv: kv < lengths[b]), want)
-        assert flexmasks.cache_info()["plans"].parts["blocks"].entries == before
+        assert most or flexmasks.cache_info()["plans"].parts["blocks"].entries == before
+        assert outcome(lambda: blocks("padding", seq_lens=lengths)) == ("hit" if most else "miss")
         q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
         out = flexmasks.attention(q.requires_grad_(), k, v, mask="padding", seq_lens=lengths, backend="reference")
         same = flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths.tolist(), backend="reference")

@@ -415,3 +415,15 @@ def test_given_blocks_that_change_are_other_blocks() -> None:
     del blocks, ids
     gc.collect()
     assert alive() is None
+
+
+def test_small_tensors_of_inference_mode_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        tensors, lens = qkv(requires_grad=False), torch.tensor([LENGTH, 30])
+        for new in ([LENGTH, 30], [20, 20], [100, 20]):
+            lens.copy_(torch.tensor(new))
+            want = flexmasks.attention(*tensors, mask="padding", seq_lens=new)
+            for _ in range(2):
+                assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)
+        monkeypatch.setattr(calls, "run_first_time", None)
+        assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)
