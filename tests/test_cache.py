@@ -588,7 +588,7 @@ def int_subclass() -> Iterator[Any]:
         yield lambda b, h, q, kv: (q - kv).abs() <= number.extra + number
 
 
-@opaque
+@attack
 def numpy_array() -> Iterator[Any]:
     windows = np.array([3])
     for _ in range(2):
@@ -778,7 +778,7 @@ def test_library_parts_are_read() -> None:
     parts = (torch, torch.where, torch.Tensor.add, operator.and_, len, int, torch.int32, functools.reduce)
     for part in parts:
         assert key_of(part, []) == key_of(part, [])
-    for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(3), object(), {1, 2}):
+    for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(600), np.array([None]), object(), {1, 2}):
         with pytest.raises(Opaque):
             key_of(part, [])
 

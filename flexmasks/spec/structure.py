@@ -36,6 +36,7 @@ _CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
 CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
 _OF_EVERY_MODULE = ("__builtins__", "__name__")
 _MOST = (1 << 31) - 1  # whole numbers beyond it stay constants
+_MAX_ARRAY = 1 << 12  # bytes of a NumPy array that are read at each call
 MAX_COMPILED_VALUES = 6  # values of a function's numbers that are compiled in, a kernel each
 
 
@@ -482,10 +483,10 @@ class Walk:
         key = types.MethodType, of_function, of_owner
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
-    def _scalar(self, value: np.generic) -> tuple[Hashable, Recipe]:
-        if self.elements:
-            return self.refuse("a NumPy scalar")
-        return (type(value), value.tobytes()), _kept(value)
+    def _of_numpy(self, value: Any) -> tuple[Hashable, Recipe]:
+        if self.elements or value.dtype.hasobject or value.nbytes > _MAX_ARRAY:
+            return self.refuse("a NumPy scalar" if isinstance(value, np.generic) else "a NumPy array")
+        return (type(value), value.dtype.str, value.shape, value.tobytes()), _kept(value.copy())
 
     def _module_or_class(self, value: Any) -> tuple[Hashable, Recipe]:
         if is_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
@@ -588,8 +589,8 @@ def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]] | No
         return Walk._tensor
     if isinstance(value, Readable):
         return lambda walk, readable: readable.taken(walk)
-    if isinstance(value, np.generic):
-        return Walk._scalar
+    if isinstance(value, np.generic) or type(value) is np.ndarray:
+        return Walk._of_numpy
     if isinstance(value, (types.ModuleType, type)):
         return Walk._module_or_class
     return None
