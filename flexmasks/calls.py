@@ -451,10 +451,10 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
         return None
-    blocks = request.block_mask
-    is_alone = isinstance(blocks, compat.BlockMask) and request.mask is None
-    if blocks is not None and (not is_alone or compat.transforms_active()):
-        return None
+    if request.block_mask is not None:
+        is_alone = isinstance(request.block_mask, compat.BlockMask) and request.mask is None
+        if not is_alone or compat.transforms_active():
+            return None
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()

@@ -282,7 +282,8 @@ def test_functions_are_traced_again_for_other_sizes() -> None:
         reason = _reason(q, mask=lambda b, h, q, kv, table=table: (q - kv) % table.shape[0] == 1)
         assert (reason is not None) == wrong
     opaque = torch.nn.Linear(2, 2)
-    assert "may change" in str(_reason(q, mask=lambda b, h, q, kv: (q >= kv) & (opaque.in_features == 2)))
+    assert "may change" in str(_reason(q, mask=lambda b, h, q, kv: (q >= kv) & (opaque.extra_repr() != "")))
+    assert _reason(q, mask=lambda b, h, q, kv: (q >= kv) & (opaque.in_features == 2)) is None
 
 
 def test_tracing_leaves_other_threads_alone() -> None:
