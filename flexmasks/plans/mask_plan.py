@@ -168,7 +168,7 @@ class MaskPlan(Plan):
         if captured and not self._allows_bounds:
             return self._build_by_bounds()
         if not self._allows_bounds:
-            reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
+            reason = f"the function reads {self.unreadable}" if self.opaque else "lists, or tensors that learn"
             return replace(self._build_exactly(), why_exact=reason)
         size, key = self.size, self._kind_of(self.block_size)
         kind = PROGRAMS.get(key)

@@ -119,6 +119,7 @@ class Plan:
         self.tensors = leaves.all_tensors
         self.spread: Spread = []  # filled by `_bind`
         # The function reads something that may change unnoticed, so nothing is cached.
+        self.unreadable = structure.unreadable
         self.opaque = bool(structure.unreadable)
         self._key = None if self.opaque else structure.key
         self.lifted = False
