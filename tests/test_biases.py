@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from flexmasks.plans.recorded import Learning
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.whole import added_of
 from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, SIDE = 4, 2, 7
@@ -413,53 +415,31 @@ def test_scores_that_read_a_tensor_and_what_is_made_of_it(way: str, device: str)
         assert error(got.cpu(), want.double().cpu(), unit=float(want.abs().max())) < 1e-4
 
 
-def _straight_through() -> Callable[..., Tensor]:
-    class Rounded(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.round()
-
-        @staticmethod
-        def setup_context(*_: Any) -> None: ...
-
-        @staticmethod
-        def backward(ctx: Any, slope: Tensor) -> Tensor:
-            return 2 * slope
-
-    return Rounded.apply
+_SHARED = torch.zeros(2 * LENGTH)
 
 
-def _without_gradient(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return x * 3
+@pytest.mark.parametrize("name", ["own", "of data", "of a global", "that asks"])
+def test_numbers_of_learning_scores(name: str) -> None:
+    """From the second call on the operations of the library's own scores run, and users' functions as they are."""
+    table = torch.randn(HEADS, 2 * SIDE - 1, 2 * SIDE - 1).requires_grad_()
+    flat = torch.randn(2 * LENGTH).requires_grad_()
 
-
-@pytest.mark.parametrize(
-    ("name", "is_traced"),
-    [("table", True), ("steep", True), ("detached", False), ("no gradient", False), ("own gradient", False)],
-)
-def test_functions_with_gradients_as_operations(name: str, is_traced: bool) -> None:
-    """From the second call on their operations run, unless these do not tell what gradients the function has."""
-    changes: dict[str, Callable[[Tensor], Tensor]] = {
-        "table": lambda x: x,
-        "steep": lambda x: x.exp().clamp(max=2.0) * x.sum(),
-        "detached": lambda x: x * x.detach(),
-        "no gradient": lambda x: x + _without_gradient(x),
-        "own gradient": _straight_through(),
+    scores: dict[str, Any] = {
+        "own": flexmasks.get_score("relative_bias_2d", table=table, height=SIDE, width=SIDE),
+        "of data": lambda s, b, h, q, kv: s + flat[q - kv + LENGTH] * flat.data[kv - q + LENGTH],
+        "of a global": lambda s, b, h, q, kv: s + flat[q - kv + LENGTH] + _SHARED[kv - q + LENGTH],
+        "that asks": lambda s, b, h, q, kv: s + (flat if flat.requires_grad else 0 * flat)[q - kv + LENGTH],
     }
-    change, place = changes[name], torch.arange(6)
-
-    def function(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.vmap(lambda i: torch.vmap(lambda j: change(tensors[0])[i - j + 5])(place))(place)
-
-    learning = Learning(function)
-    for _ in range(4):
-        given = torch.randn(11, requires_grad=True)
-        results = learning([given]), function([given])
-        assert torch.equal(*results)
-        slopes = torch.randn(6, 6)
-        got, want = (torch.autograd.grad(x, given, slopes, allow_unused=True)[0] for x in results)
-        assert torch.allclose(got, want, atol=1e-6)
-    assert (learning._program is not None) == is_traced
+    score, learned = flexmasks.get_score(scores[name]), table if name == "own" else flat
+    size = Size(BATCH, HEADS, LENGTH, LENGTH, torch.device("cpu"))
+    summand = ScorePlan(score, size).summand()
+    for step in range(4):
+        with torch.no_grad():
+            learned.add_(1)
+            _SHARED.fill_(step)
+        want = added_of(score, 0, size)
+        got = summand.numbers()
+        assert torch.equal(got, want)
+        slopes = torch.randn_like(got)
+        assert torch.equal(*(torch.autograd.grad(x, learned, slopes)[0] for x in (got, want)))
+    assert isinstance(summand.of, Learning) == (name == "own")

@@ -92,9 +92,7 @@ class Recorded:
 class Learning:
     """A function from tensors to a tensor, of which only the operations run from the second call on, with gradients.
 
-    Where operations do not tell what gradients it has, the function itself runs.
-
-    function: its tensors have the same layouts at each call.
+    function: its tensors have the same layouts at each call, and it does no more than its operations tell.
     """
 
     def __init__(self, function: Callable[[Sequence[Tensor]], Tensor]) -> None:
@@ -105,10 +103,8 @@ class Learning:
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         self._calls += 1
         if self._calls == 2:  # tracing takes as long as some calls
-            with contextlib.suppress(Exception), torch.enable_grad():
-                self._program = trace(
-                    lambda *given: [self._function(given)], [t.detach() for t in tensors], learns=True
-                )
+            with contextlib.suppress(RuntimeError):  # it reads values
+                self._program = trace(lambda *given: [self._function(given)], [t.detach() for t in tensors])
         return self._function(tensors) if self._program is None else self._program(*tensors)[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -90,7 +90,9 @@ class ScorePlan(Plan):
         functions, leaves = flatten(score_mod)
         if not functions.is_whole:
             return Summand([], lambda _: added_by(score_mod, size))
-        return Summand(leaves.tensors, Learning(lambda tensors: added_by(functions.fill(tensors), size)))
+        made: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: added_by(functions.fill(tensors), size)  # noqa: E731
+        # A user's function may do what its operations do not tell, as to read `tensor.data` or add hooks.
+        return Summand(leaves.tensors, Learning(made) if self.is_own else made)
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""

@@ -66,18 +66,14 @@ class _Operation:
         self.read = [same.get(x, x) for x in self.read]
 
 
-def trace(
-    function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False, learns: bool = False
-) -> Program:
+def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False) -> Program:
     """Return the program of a function from tensors to a list of tensors; it holds for inputs of the same layouts.
 
     factored: see `plans.recorded.Recorded`.
-    learns: gradients flow through the program as through the function.
 
-    Raises what the function raises, and RuntimeError where it reads a value that depends on an input, or with `learns`
-    where it keeps gradients from an input, by `detach`, `no_grad` or an autograd.Function.
+    Raises what the function raises, and RuntimeError where it reads a value that depends on an input.
     """
-    tracer = _Tracer(inputs, learns)
+    tracer = _Tracer(inputs)
     with tracer:
         results = torch.func.functionalize(function)(*inputs)
     outputs = [tracer.value_of(x) for x in results]
@@ -90,10 +86,9 @@ def trace(
 class _Tracer(compat.TorchDispatchMode):
     """Notes operations while they run. Values that depend on an input are not kept."""
 
-    def __init__(self, inputs: Sequence[Tensor], learns: bool) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
-        self._learns = learns
         self._values = WeakTensorKeyDictionary()
         self.inputs = [self._noted(x, varies=True) for x in inputs]
 
@@ -104,8 +99,6 @@ class _Tracer(compat.TorchDispatchMode):
         varies = any(x.varies for x in operation.read)
         if varies and (_has_booleans(args[1]) if func is _aten.index.Tensor else _reads_values(func)):
             raise RuntimeError(f"{func} reads values of a tensor")
-        if varies and self._learns and (func is _aten.detach.default or not torch.is_grad_enabled()):
-            raise RuntimeError(f"no gradient flows through {func} here")
         out = func(*args, **kwargs)
         operation.gives_one = isinstance(out, Tensor)
         if isinstance(out, Tensor | tuple | list):  # else the host reads a constant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,9 @@ _SKIPPED = {"CACHE", "NOP", "EXTENDED_ARG", "RESUME"}
 _NO_VALUE = {"MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE"}  # they name a variable, and read none
 _PLAIN_READS: Any = object.__getattribute__, types.SimpleNamespace.__getattribute__
 
-Attributes = Mapping[str, "Attributes"]  # that code reads of an object: by name, with those that it reads of them
+# What code reads of an object: its attributes by name, with what it reads of each, or None where it takes the attribute
+# as a whole.
+Attributes = Mapping[str, "Attributes | None"]
 
 
 @lru_cache(maxsize=1024)
@@ -54,16 +57,20 @@ def attributes_read(code: types.CodeType, name: str) -> Attributes | None:
             is_of_variable = is_of_variable or step.opname == "LOAD_NAME"
             if not is_of_variable or name not in named or step.opname in _NO_VALUE:
                 continue
-            if "LOAD" not in step.opname or "STORE" in step.opname or name in named[:-1]:
+            chain = [follower.argval for follower in itertools.takewhile(_reads_attribute, steps[n + 1 :])]
+            if "LOAD" not in step.opname or "STORE" in step.opname or name in named[:-1] or not chain:
                 return None
-            level = found
-            for follower in steps[n + 1 :]:
-                if not _reads_attribute(follower):
-                    break
-                level = level.setdefault(follower.argval, {})
-            if level is found:
-                return None
+            _note(found, chain)
     return found
+
+
+def _note(found: dict[str, Any], chain: list[str]) -> None:
+    """Note that code reads a chain of attributes, and takes the last one as a whole."""
+    first, *rest = chain
+    if not rest:
+        found[first] = None
+    elif found.setdefault(first, {}) is not None:
+        _note(found[first], rest)
 
 
 def _reads_attribute(instruction: dis.Instruction) -> bool:

@@ -66,7 +66,7 @@ class Definition:
         """The definition with ways to what its functions captured, which a user's torch.compile needs."""
         if self.captured is not None or self.own or compat.is_compiling():
             return self
-        return replace(self, captured=captured_of(*map(_without_partial, self.functions)))
+        return replace(self, captured=captured_of(*map(_as_function, self.functions)))
 
     @property
     def doc(self) -> str:
@@ -93,8 +93,11 @@ class Definition:
         return loaded_function, (self.kind, self.function, self.name)
 
 
-def _without_partial(function: Any) -> Any:
-    """Return a partial as a function, since torch.compile takes functions alone for constants."""
+def _as_function(function: Any) -> Any:
+    """Return a partial or a method as a function, since torch.compile takes functions alone for constants."""
+    if isinstance(function, types.MethodType):
+        method, owner = function.__func__, function.__self__
+        return lambda *indices: method(owner, *indices)
     if not isinstance(function, functools.partial):
         return function
     inner, args, keywords = function.func, function.args, function.keywords
