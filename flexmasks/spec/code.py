@@ -6,7 +6,7 @@ import dis
 import itertools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +62,29 @@ def attributes_read(code: types.CodeType, name: str) -> Attributes | None:
                 return None
             _note(found, chain)
     return found
+
+
+def method_as_function(method: types.MethodType) -> Callable[..., Any]:
+    """Return a function that calls a method, since torch.compile takes functions alone for constants."""
+    function, owner = method.__func__, method.__self__
+    return lambda *indices: function(owner, *indices)
+
+
+_OF_METHOD = method_as_function(types.MethodType(id, 0)).__code__
+
+
+def attributes_of(function: types.FunctionType, name: str) -> Attributes | None:
+    """Return the attributes that a function reads of a variable, see `attributes_read`."""
+    if function.__code__ is _OF_METHOD and name == "owner":
+        cells = dict(zip(_OF_METHOD.co_freevars, function.__closure__ or (), strict=True))
+        return attributes_of_owner(cells["function"].cell_contents)
+    return attributes_read(function.__code__, name)
+
+
+def attributes_of_owner(method: Any) -> Attributes | None:
+    """Return the attributes that the function of a method reads of its object."""
+    has_owner = isinstance(method, types.FunctionType) and method.__code__.co_argcount > 0
+    return attributes_read(method.__code__, method.__code__.co_varnames[0]) if has_owner else None
 
 
 def _note(found: dict[str, Any], chain: list[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.spec.code import method_as_function
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Captured, captured_of
@@ -96,8 +97,7 @@ class Definition:
 def _as_function(function: Any) -> Any:
     """Return a partial or a method as a function, since torch.compile takes functions alone for constants."""
     if isinstance(function, types.MethodType):
-        method, owner = function.__func__, function.__self__
-        return lambda *indices: method(owner, *indices)
+        return method_as_function(function)
     if not isinstance(function, functools.partial):
         return function
     inner, args, keywords = function.func, function.args, function.keywords

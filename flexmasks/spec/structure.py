@@ -23,7 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexmasks.spec.code import Attributes, attributes_read, global_names, has_plain_attribute, is_library
+from flexmasks.spec.code import (
+    Attributes,
+    attributes_of,
+    attributes_of_owner,
+    global_names,
+    has_plain_attribute,
+    is_library,
+)
 from flexmasks.spec.indexing import bounded
 
 # Types whose objects never change and stand for themselves in a key. float is no such type: 0.0 == -0.0.
@@ -370,9 +377,9 @@ class Walk:
     def _unknown(self, value: Any) -> tuple[Hashable, Recipe]:
         return self.refuse(f"an object of type {type(value).__name__}", value)
 
-    def _variable(self, value: Any, place: Any, code: types.CodeType, name: str) -> tuple[Hashable, Recipe]:
-        """Take apart what code reads by a variable."""
-        return self._part(value, place, None if _is_known(value) else attributes_read(code, name))
+    def _variable(self, value: Any, place: Any, function: types.FunctionType) -> tuple[Hashable, Recipe]:
+        """Take apart what a function reads by a variable."""
+        return self._part(value, place, None if _is_known(value) else attributes_of(function, place[2]))
 
     def _part(self, value: Any, place: Any, attributes: Attributes | None) -> tuple[Hashable, Recipe]:
         """Take apart a value, or what code reads of an object: a copy of the code gets a namespace with that."""
@@ -476,10 +483,7 @@ class Walk:
     def _method(self, value: types.MethodType) -> tuple[Hashable, Recipe]:
         called, place = value.__func__, (id(value), "attribute", "__self__")
         of_function, function = self.take(called, (id(value), "attribute", "__func__"))
-        if isinstance(called, types.FunctionType) and called.__code__.co_argcount:
-            of_owner, owner = self._variable(value.__self__, place, called.__code__, called.__code__.co_varnames[0])
-        else:
-            of_owner, owner = self.take(value.__self__, place)
+        of_owner, owner = self._part(value.__self__, place, attributes_of_owner(called))
         key = types.MethodType, of_function, of_owner
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
@@ -515,7 +519,7 @@ class Walk:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             part = recipe = None
             if not is_empty(cell):
-                part, recipe = self._variable(cell.cell_contents, (holder, "variable", name), code, name)
+                part, recipe = self._variable(cell.cell_contents, (holder, "variable", name), function)
             key.append(part)
             cells.append(recipe)
         defaults: list[Recipe] = []
@@ -540,7 +544,7 @@ class Walk:
             for name in names:
                 if name in variables:
                     place = holder, "global variable", name
-                    part, own[name] = self._variable(variables[name], place, code, name)
+                    part, own[name] = self._variable(variables[name], place, function)
                     key += [name, part]
             self._global_depth -= 1
             own = {} if uncertainty else own
