@@ -123,6 +123,7 @@ def _work(rank: int, count: int, device_type: str, store: str, timeout: float, j
     )
     while (job := jobs.get()) is not None:
         function, arguments = job
+        torch.manual_seed(0)  # what a job draws is the same in all processes, whatever ran before
         faulthandler.dump_traceback_later(_LONG)
         try:
             results.put((function(*arguments), ""))
