@@ -57,8 +57,8 @@ class Cache:
     since it became the newest entry becomes the newest entry once more. The cache is safe across threads. Tensors made
     in inference mode have no version: small ones on a CPU are compared by their contents, and a value that depends on
     another one is not kept. A value made inside inference mode is returned only inside inference mode, because autograd
-    refuses its tensors. In-place changes that torch does not
-    count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
+    refuses its tensors. In-place changes that torch does not count, through `tensor.data` or memory shared with NumPy,
+    go unnoticed: call `clear_caches()` after one.
     """
 
     def __init__(self, max_bytes: int) -> None:

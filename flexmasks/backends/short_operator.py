@@ -2,10 +2,10 @@
 GPU, in graphs of torch.compile.
 
 The mask and what is added to the scores are tensors, which the graph computes from those of each run. It is for scores
-that learn: torch's kernels would sum their gradient by atomic operations. (Where several pairs
-read one entry of a table, the graph adds up what this operator gives to them: Inductor by atomic operations, unless
-torch's deterministic mode is on.) It is registered when flexmasks is imported,
-so that a saved graph finds it; what it computes is imported at its first run.
+that learn: torch's kernels would sum their gradient by atomic operations. (Where several pairs read one entry of a
+table, the graph adds up what this operator gives to them: Inductor by atomic operations, unless torch's deterministic
+mode is on.) It is registered when flexmasks is imported, so that a saved graph finds it; what it computes is imported
+at its first run.
 """
 
 from __future__ import annotations

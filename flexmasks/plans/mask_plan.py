@@ -40,7 +40,7 @@ from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Number, Opaque, flatten, key_of
+from flexmasks.spec.structure import Number, Opaque, flatten
 from flexmasks.spec.values import Mask
 
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
@@ -460,18 +460,19 @@ class GivenPlan:
     what = "a given block mask"
 
     def __init__(self, block_mask: compat.BlockMask, aliases: Aliases | None = None) -> None:
-        captured: list[Tensor] = []
-        self.kernel_key: Hashable
-        self.holds_aliases = False
-        try:
-            self.kernel_key, self.opaque = ("given", key_of(block_mask.mask_mod, captured)), False
-        except Opaque:
-            self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
+        structure, leaves = flatten(block_mask.mask_mod)
+        captured = leaves.all_tensors
+        self.opaque, self.holds_aliases = bool(structure.unreadable), False
+        self.kernel_key: Hashable = "opaque", getattr(block_mask.mask_mod, "__code__", None)
+        if not self.opaque:
+            self.kernel_key = "given", structure.key
         self.shapes = tuple(t.shape for t in captured)
         if aliases is not None and not self.opaque:
             with contextlib.suppress(Opaque):
-                self._block_mask = _with_aliases(block_mask, aliases)
-                self.holds_aliases = True
+                lists = [None if t is None else aliases.of(t) for t in lists_of(block_mask)]
+                mask_mod = structure.fill([aliases.of(t) for t in leaves.tensors])
+                arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, mask_mod)
+                self._block_mask, self.holds_aliases = compat.BlockMask(*arguments), True
                 return
         mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
         if mask_mod is not block_mask.mask_mod:
@@ -513,17 +514,6 @@ class GivenPlan:
 
     def is_mostly_partial(self) -> bool:
         return False
-
-
-def _with_aliases(block_mask: compat.BlockMask, aliases: Aliases) -> compat.BlockMask:
-    """Return a BlockMask with aliases of its tensors. Raises Opaque if it reads something that has none."""
-    structure, leaves = flatten(block_mask.mask_mod)
-    if structure.unreadable:
-        raise Opaque(structure.unreadable)
-    lists = [None if t is None else aliases.of(t) for t in lists_of(block_mask)]
-    mask_mod = structure.fill([aliases.of(t) for t in leaves.tensors])
-    arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, mask_mod)
-    return compat.BlockMask(*arguments)
 
 
 def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:

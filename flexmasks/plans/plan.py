@@ -118,9 +118,8 @@ class Plan:
         structure, leaves = flatten(value)
         self.tensors = leaves.all_tensors
         self.spread: Spread = []  # filled by `_bind`
-        # The function reads something that may change unnoticed, so nothing is cached.
         self.unreadable = structure.unreadable
-        self.opaque = bool(structure.unreadable)
+        self.opaque = bool(self.unreadable)  # it may change unnoticed, so nothing is cached
         self._key = None if self.opaque else structure.key
         self.lifted = False
         if lift and not self.opaque:

@@ -18,6 +18,7 @@ _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_o
 _NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 _SKIPPED = {"CACHE", "NOP", "EXTENDED_ARG", "RESUME"}
 _NO_VALUE = {"MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE"}  # they name a variable, and read none
+_READ_OF_MODULES: Any = Module.__getattr__
 _PLAIN_READS: Any = object.__getattribute__, types.SimpleNamespace.__getattribute__
 
 # What code reads of an object: its attributes by name, with what it reads of each, or None where it takes the attribute
@@ -111,7 +112,7 @@ def has_plain_attribute(value: Any, name: str) -> bool:
         return isinstance(of_class, types.MemberDescriptorType) and hasattr(value, name)
     if name in own or (of_class is not None and not hasattr(of_class, "__get__")):
         return True
-    is_module = isinstance(value, Module) and getattr(kind, "__getattr__", None) in (Module.__getattr__,)
+    is_module = isinstance(value, Module) and getattr(kind, "__getattr__", None) is _READ_OF_MODULES
     return of_class is None and is_module and any(name in own[n] for n in ("_parameters", "_buffers", "_modules"))
 
 

@@ -377,21 +377,19 @@ class Walk:
     def _unknown(self, value: Any) -> tuple[Hashable, Recipe]:
         return self.refuse(f"an object of type {type(value).__name__}", value)
 
-    def _variable(self, value: Any, place: Any, function: types.FunctionType) -> tuple[Hashable, Recipe]:
-        """Take apart what a function reads by a variable."""
-        return self._part(value, place, None if _is_known(value) else attributes_of(function, place[2]))
-
-    def _part(self, value: Any, place: Any, attributes: Attributes | None) -> tuple[Hashable, Recipe]:
-        """Take apart a value, or what code reads of an object: a copy of the code gets a namespace with that."""
+    def _read(self, value: Any, place: Any, attributes: Callable[[], Attributes | None]) -> tuple[Hashable, Recipe]:
+        """Take apart what code reads: a value, or of an object its attributes, and a copy gets a namespace of them."""
         if _is_known(value):
             return self.take(value, place)
-        if not attributes or not all(has_plain_attribute(value, name) for name in attributes):
+        found = attributes()
+        if not found or not all(has_plain_attribute(value, name) for name in found):
             return self._unknown(value)
         self._owners[id(value)] = value, place
         keys: list[Hashable] = [types.SimpleNamespace]
         recipes = {}
-        for name, of_attribute in attributes.items():
-            key, recipes[name] = self._part(getattr(value, name), (id(value), "attribute", name), of_attribute)
+        for name in found:
+            at = id(value), "attribute", name
+            key, recipes[name] = self._read(getattr(value, name), at, partial(found.get, name))
             keys.append((name, key))
         return tuple(keys), lambda filling: types.SimpleNamespace(**filling.dictionary(recipes))
 
@@ -483,7 +481,7 @@ class Walk:
     def _method(self, value: types.MethodType) -> tuple[Hashable, Recipe]:
         called, place = value.__func__, (id(value), "attribute", "__self__")
         of_function, function = self.take(called, (id(value), "attribute", "__func__"))
-        of_owner, owner = self._part(value.__self__, place, attributes_of_owner(called))
+        of_owner, owner = self._read(value.__self__, place, partial(attributes_of_owner, called))
         key = types.MethodType, of_function, of_owner
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
@@ -519,7 +517,8 @@ class Walk:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             part = recipe = None
             if not is_empty(cell):
-                part, recipe = self._variable(cell.cell_contents, (holder, "variable", name), function)
+                place = holder, "variable", name
+                part, recipe = self._read(cell.cell_contents, place, partial(attributes_of, function, name))
             key.append(part)
             cells.append(recipe)
         defaults: list[Recipe] = []
@@ -544,7 +543,7 @@ class Walk:
             for name in names:
                 if name in variables:
                     place = holder, "global variable", name
-                    part, own[name] = self._variable(variables[name], place, function)
+                    part, own[name] = self._read(variables[name], place, partial(attributes_of, function, name))
                     key += [name, part]
             self._global_depth -= 1
             own = {} if uncertainty else own
