@@ -30,10 +30,10 @@ def _short(
 def _mask_of(q: Tensor, visible: Tensor, key_spans: Tensor, query_spans: Tensor, added: Tensor, scale: float) -> Any:
     """The mask as kernels take it, whatever layouts the compiler has chosen for what the graph computes."""
     from flexmasks.kernels.direct import with_rows_together
-    from flexmasks.kernels.whole_mask import WholeMask, with_bias
+    from flexmasks.kernels.whole_mask import WholeMask, in_wide_rows, with_bias
 
     visible, key_spans, query_spans = visible.contiguous(), key_spans.contiguous(), query_spans.contiguous()
-    mask = WholeMask(visible, key_spans, query_spans, None, None, None, scale)
+    mask = WholeMask(in_wide_rows(visible), key_spans, query_spans, None, None, None, scale)
     (added,) = with_rows_together(added)
     return with_bias(mask, added, q.shape[0])
 

@@ -25,7 +25,7 @@ class Line(NamedTuple):
 class WholeMask(NamedTuple):
     """A mask and what is added to scores, as the kernels take them.
 
-    visible: bool [B or 1, H or 1, Q or 1, KV], contiguous.
+    visible: bool [B or 1, H or 1, Q or 1, KV or more], contiguous, as `in_wide_rows` returns it.
     key_spans, query_spans: what `spans_of` returns.
     weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [G, H or 1, Q or 1, KV] of any floating dtype; weight
         * bias, or bias if there is no weight, is added to the scores. B / G batch elements share a row.
@@ -69,6 +69,16 @@ def with_bias(mask: WholeMask, bias: Tensor, batch: int) -> WholeMask:
     keys = bias.shape[3]
     is_wide = batch >= _SHARE_OF_WIDE * bias.shape[0] and 0 < keys % TILE < keys
     return mask._replace(bias=F.pad(bias, (0, -keys % TILE))[..., :keys] if is_wide else bias, is_wide=is_wide)
+
+
+def in_wide_rows(visible: Tensor) -> Tensor:
+    """A mask whose rows go on to the end of the last tile of keys, and hide what is there: kernels read 8 bytes at
+    once, without waiting for them. One row for all queries stays as it is.
+
+    visible: bool [B or 1, H or 1, Q or 1, KV], contiguous.
+    """
+    beyond = -visible.shape[3] % TILE
+    return F.pad(visible, (0, beyond)) if visible.shape[2] > 1 and beyond else visible
 
 
 def _spans(tiles: Tensor) -> Tensor:

@@ -98,8 +98,7 @@ def _scores(
     elif EVEN:
         marks = tl.load(visible + query_row * (visible_query * GRAIN) + of_key)
     else:
-        inside = (of_query < queries) & (of_key < keys)
-        marks = tl.load(visible + query_row * (visible_query * GRAIN) + of_key, mask=inside, other=0)
+        marks = tl.load(visible + query_row * (visible_query * GRAIN) + of_key, mask=of_query < queries, other=0)
     if LINE or bias is None:
         scores = tl.dot(left, right) * scale
     else:
@@ -418,24 +417,31 @@ def bias_gradient_kernel(
 @triton.jit
 def _one_tile(
     marks, bias, visible_query, bias_query, queries, keys,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BIAS_GRAIN: tl.constexpr, ONE_MASK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MASK_GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, ONE_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Positions, addresses of marks, which pairs exist, and what is added to their scores, -inf where all hide them."""
+    """Positions, which pairs exist, and what is added to their scores, -inf where the mask hides them for all."""
     query, key = tl.arange(0, ROWS), tl.arange(0, KEYS)
     inside = (query < queries)[:, None] & (key < keys)[None, :]
-    marks += query[:, None] * visible_query + key[None, :]
     row = bias + query[:, None] * (bias_query * BIAS_GRAIN) + key[None, :]
     numbers = tl.load(row, mask=inside, other=0.0)  # in half precision they take half of the registers
     if ONE_MASK:
         hidden = tl.full((ROWS, KEYS), float("-inf"), numbers.dtype)
+        marks += query[:, None] * (visible_query * MASK_GRAIN) + key[None, :]
         numbers = tl.where(tl.load(marks, mask=inside, other=0) != 0, numbers, hidden)
-    return query, key, marks, inside, numbers
+    return query, key, inside, numbers
 
 
 @triton.jit
-def _scores_of_tile(q_rows, k_rows, marks, inside, numbers, scale, ONE_MASK: tl.constexpr):
+def _scores_of_tile(
+    q_rows, k_rows, marks, query, key, queries, numbers, scale, visible_query,
+    MASK_GRAIN: tl.constexpr, ONE_MASK: tl.constexpr,
+):  # fmt: skip
     scores = tl.dot(q_rows, tl.trans(k_rows)) * scale + numbers.to(tl.float32)
-    return scores if ONE_MASK else tl.where(tl.load(marks, mask=inside, other=0) != 0, scores, float("-inf"))
+    if ONE_MASK:
+        return scores
+    marks += query[:, None] * (visible_query * MASK_GRAIN) + key[None, :]
+    shown = tl.load(marks, mask=(query < queries)[:, None], other=0)
+    return tl.where(shown != 0, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -446,15 +452,17 @@ def forward_of_tiles_kernel(
     visible_batch, visible_head, visible_query, bias_batch, bias_head, bias_query,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr, ONE_MASK: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr,
+    ONE_MASK: tl.constexpr,
 ):  # fmt: skip
     """Attend one head of some batch elements, whose bias is the same. A part has `each` of `share` elements."""
     program = tl.program_id(0)
     h = (program % heads).to(tl.int64)
     part, group = program // heads % parts, (program // heads // parts).to(tl.int64)
-    query, key, marks, inside, numbers = _one_tile(
-        _bytes(visible) + h * visible_head, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
-        visible_query, bias_query, queries, keys, ROWS, KEYS, BIAS_GRAIN, ONE_MASK,
+    marks = _bytes(visible) + h * (visible_head * MASK_GRAIN)
+    query, key, _inside, numbers = _one_tile(
+        marks, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
+        visible_query, bias_query, queries, keys, ROWS, KEYS, MASK_GRAIN, BIAS_GRAIN, ONE_MASK,
     )  # fmt: skip
     for place in tl.range(part * each, tl.minimum(share, (part + 1) * each), num_stages=STAGES):
         b = group * share + place
@@ -463,7 +471,10 @@ def forward_of_tiles_kernel(
         k_rows = _rows_of(own_k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, False, DOT)
         own_v = v + (b * v_batch + h * v_head) * GRAIN
         v_rows = _rows_of(own_v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, False, DOT)
-        scores = _scores_of_tile(q_rows, k_rows, marks + b * visible_batch, inside, numbers, scale, ONE_MASK)
+        own_marks = marks + b * (visible_batch * MASK_GRAIN)
+        scores = _scores_of_tile(
+            q_rows, k_rows, own_marks, query, key, queries, numbers, scale, visible_query, MASK_GRAIN, ONE_MASK
+        )  # fmt: skip
         row_max = tl.max(scores, 1)
         base = tl.where(row_max == float("-inf"), 0.0, row_max)
         weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
@@ -483,7 +494,8 @@ def gradients_of_tiles_kernel(
     visible_batch, visible_head, visible_query, bias_batch, bias_head, bias_query,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr, ONE_MASK: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, BIAS_GRAIN: tl.constexpr, DOT: tl.constexpr,
+    ONE_MASK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one head of some batch elements, and, unless d_bias is None, add up that of their bias.
 
@@ -493,9 +505,10 @@ def gradients_of_tiles_kernel(
     h = (program % heads).to(tl.int64)
     part, group = program // heads % parts, (program // heads // parts).to(tl.int64)
     groups = tl.num_programs(0) // heads // parts
-    query, key, marks, inside, numbers = _one_tile(
-        _bytes(visible) + h * visible_head, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
-        visible_query, bias_query, queries, keys, ROWS, KEYS, BIAS_GRAIN, ONE_MASK,
+    marks = _bytes(visible) + h * (visible_head * MASK_GRAIN)
+    query, key, inside, numbers = _one_tile(
+        marks, bias + (group * bias_batch + h * bias_head) * BIAS_GRAIN,
+        visible_query, bias_query, queries, keys, ROWS, KEYS, MASK_GRAIN, BIAS_GRAIN, ONE_MASK,
     )  # fmt: skip
     is_query = query < queries
     acc = tl.zeros((ROWS, KEYS), tl.float32)
@@ -514,7 +527,10 @@ def gradients_of_tiles_kernel(
         if d_lse is not None:
             delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
         row_lse = _finite_lse(lse, line + query, is_query)
-        scores = _scores_of_tile(q_rows, k_rows, marks + b * visible_batch, inside, numbers, scale, ONE_MASK)
+        own_marks = marks + b * (visible_batch * MASK_GRAIN)
+        scores = _scores_of_tile(
+            q_rows, k_rows, own_marks, query, key, queries, numbers, scale, visible_query, MASK_GRAIN, ONE_MASK
+        )  # fmt: skip
         weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
         d_scores = weights * (tl.dot(upstream, tl.trans(v_rows)) - delta[:, None])
         acc += d_scores

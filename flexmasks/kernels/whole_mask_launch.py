@@ -222,15 +222,16 @@ def _launch_of_tiles(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, 
     parts, each = _parts_of_tiles(name, q, mask)
     row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
     bias_strides = strides_of(bias, 3)
-    grain, bias_grain = grain_of(row_strides), grain_of(bias_strides)
+    mask_strides = strides_of(visible, 3)
+    grain, mask_grain, bias_grain = map(grain_of, (row_strides, mask_strides, bias_strides))
     numbers = (
         *(q.shape[2], k.shape[2], q.shape[1], _share_of(q, mask), parts, each),
         *(stride // grain for stride in row_strides),
-        *strides_of(visible, 3), *(stride // bias_grain for stride in bias_strides),
+        *(stride // mask_grain for stride in mask_strides), *(stride // bias_grain for stride in bias_strides),
     )  # fmt: skip
     constants = (
         *(width_of(q.shape[2]), width_of(k.shape[2]), stages, q.shape[3], v.shape[3]),
-        *(width_of(q.shape[3]), width_of(v.shape[3]), grain, bias_grain),
+        *(width_of(q.shape[3]), width_of(v.shape[3]), grain, mask_grain, bias_grain),
         *(dot_type(q.dtype, kernel), visible.shape[0] == 1),
     )
     programs = parts * bias.shape[:2].numel()

@@ -14,7 +14,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
-from flexmasks.kernels.whole_mask import Line, spans_of
+from flexmasks.kernels.whole_mask import Line, in_wide_rows, spans_of
 from flexmasks.plans.bounds import MaskKind
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
@@ -41,7 +41,7 @@ class Whole(NamedTuple):
 class Spanned(NamedTuple):
     """A whole mask of many queries, and the spans of its tiles, see `kernels.whole_mask`."""
 
-    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    visible: Tensor  # bool [B or 1, H or 1, Q or 1, KV or more]
     key_spans: Tensor
     query_spans: Tensor
 
@@ -78,7 +78,7 @@ def whole_of(kind: MaskKind) -> Whole:
 def spanned_of(kind: MaskKind) -> Spanned:
     """Return the whole mask of many queries, see `_visible_of`."""
     visible = _visible_of(kind, one_row=True)
-    return Spanned(visible, *spans_of(visible, kind.size.q_len))
+    return Spanned(in_wide_rows(visible), *spans_of(visible, kind.size.q_len))
 
 
 def _visible_of(kind: MaskKind, one_row: bool = False) -> Tensor:
