@@ -39,12 +39,13 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention.flex_attention import and_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
 from flexmasks import Mask, inside_compile
-from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, table
+from flexmasks.backends import decode, fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, short, table
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks.causal import causal
 from flexmasks.plans import traced
@@ -1018,6 +1019,30 @@ def test_block_masks_of_any_length(q_offset: int) -> None:
         made = flexmasks.block_mask("causal", length - q_offset, length, q_offset=q_offset)
         want = flexmasks.attention(q, k, v, mask="causal", q_offset=q_offset)
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), want)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend asks for the hash of a size, which symbols do not have, to say whether it can run a call."""
+    if gpu:  # the questions are those of a GPU, the tensors not
+        for module in (short, decode):
+            monkeypatch.setattr(module, "_ON_GPU", ("cpu",))
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 4)
+    q, k, v = (
+        fakes.from_tensor(torch.empty(2, 4, 24, size, dtype=torch.bfloat16), symbolic_context=context)
+        for size in (32, 32, 24)
+    )
+    mask: Any = data_of(flexmasks.get_mask("causal"), q.device)
+    score: Any = data_of(flexmasks.get_score("alibi", slopes=torch.ones(4, requires_grad=True)), q.device)
+    with fakes:
+        of_mask, facts = (mask.values(), 0, None, ()), (learns, True, learns, False, False)
+        call = inside_compile._call_of(of_mask, score.values(), 0, q, k, v, None, facts)
+        reasons = {name: backend.refuses(call) for name, backend in table.BACKENDS.items()}
+    assert reasons["reference"] is None
+    if gpu and learns:
+        assert reasons["short"] is None
 
 
 # --- FlashAttention 4, with its kernels replaced by plain torch ---

@@ -104,7 +104,7 @@ def test_every_change_of_an_attribute_is_seen(way: str, is_compiled: bool, devic
             want = model.formula(*(x.double().cpu() for x in qkv))
             wanted = torch.autograd.grad(want, [*qkv, model.slopes], slope.double().cpu())
             for a, b in zip((out, *got), (want, *wanted), strict=True):
-                assert error(a.detach().cpu(), b.detach(), unit=max(1.0, b.detach().abs().max().item())) < 3e-5
+                assert error(a.detach().cpu(), b.detach().cpu(), unit=max(1.0, b.detach().abs().max().item())) < 3e-5
 
 
 def test_later_calls_find_what_the_first_one_made(monkeypatch: pytest.MonkeyPatch) -> None:

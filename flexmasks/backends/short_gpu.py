@@ -43,7 +43,7 @@ _MAX_PAIRS_OF_BIAS = 1 << 30  # where it adds a tensor as it is; torch's kernels
 
 def refuses(call: Call) -> str | None:
     """Return why a call cannot run here, or None."""
-    sizes = {call.q.shape[3], call.v.shape[3]}
+    sizes = call.q.shape[3], call.v.shape[3]
     if max(call.q.shape[2], call.k.shape[2]) > _MAX_LENGTH:
         return f"on a GPU it is for up to {_MAX_LENGTH:,} queries and keys"
     if call.q.dtype not in HALF_DTYPES:
