@@ -16,6 +16,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import (
+    HALF_DTYPES,
     TRANSFORMED,
     Call,
     Maker,
@@ -333,8 +334,45 @@ def refuses_to_compile(call: Call) -> str | None:
 
 
 def refuses(call: Call) -> str | None:
-    """Return why a call can be compiled in neither form of its mask, or None."""
-    return refuses_to_compile(call) or forms.refuses(call)
+    """Return why torch's Triton kernels, or on a CPU its kernels in C++, cannot run a call, or None."""
+    return _refuses_here(call) or refuses_to_compile(call) or forms.refuses(call)
+
+
+def _refuses_here(call: Call) -> str | None:
+    if call.q.device.type not in ("cpu", "cuda"):
+        return "it runs on CUDA and on CPUs only"
+    if call.q.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.is_cuda:
+        has_two_dtypes = call.k.dtype != call.q.dtype and call.needs_grad
+        return "its kernel has gradients only where q, k and v have one dtype" if has_two_dtypes else None
+    if call.k.dtype != call.q.dtype:
+        return "torch's compiled flex_attention takes one dtype on the CPU"
+    if call.needs_grad:
+        return "torch's compiled flex_attention has no gradients on the CPU"
+    if call.with_lse:
+        return "torch's compiled flex_attention gives no lse on the CPU"
+    if call.is_traced and call.mask.opaque and not call.mask.is_given:
+        return "its kernel reads no tensors that the compiled function computes, and which the mask reads is not known"
+    if call.is_traced and _reads_symbolic_sizes(call):
+        return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
+    return None
+
+
+def _reads_symbolic_sizes(call: Call) -> bool:
+    """Return whether functions may read tensors of symbolic sizes.
+
+    torch writes the names of its variables for tiles over names of sizes that begin alike, as ks1 over ks17.
+    """
+    if all(map(compat.has_static_value, (*call.q.shape, *call.k.shape))):
+        return False
+    return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
+
+
+def adds_in_any_order(call: Call) -> str | None:
+    """Return what the kernel adds in changing order, or None."""
+    adds = call.is_cuda and call.learns
+    return "the gradients of tensors that the score or mask reads, by atomic operations," if adds else None
 
 
 def run(call: Call, backend: str | None = None) -> Result:
