@@ -288,7 +288,7 @@ FAULTS: list[Fault] = [
         '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',
         "",
     ),
-    Fault("backends/short_cpu.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
+    Fault("backends/cpu_kernel.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
     Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
     Fault("backends/decode_cpu.py", ".long().clamp(0, len(cache) - 1)", ".long()"),
     Fault(

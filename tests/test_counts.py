@@ -20,10 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import flexmasks
 from flexmasks import compat
-from flexmasks.backends import flex, flex_kernels, kernel_tiles
+from flexmasks.backends import flex, kernel_tiles
 from flexmasks.blocks import Blocks, count_in_strips, strips
-from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
-from flexmasks.spec.parameters import Size
 
 SAFE, CONTIGUOUS = "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS"
 
@@ -414,14 +412,14 @@ def _options(
     q, k = (_Like(cuda, (1, n, q_len, size), dtype) for n in (heads, kv_heads))
     v = _Like(cuda, (1, kv_heads, q_len, size if v_size is None else v_size), dtype)
     before = dict(given)
-    chosen = flex.options(q, k, v, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
+    chosen = flex.options(q, k, v, backend, given, block_size)  # type: ignore[arg-type]
     assert given == before
     return chosen
 
 
 def test_options_of_a_kernel() -> None:
-    assert _options(129) == {SAFE: True, "BACKEND": "TRITON"}
-    assert _options(33, heads=8) == {SAFE: True, "BACKEND": "TRITON"}  # rows of a group
+    assert _options(129) == {"BACKEND": "TRITON"}
+    assert _options(33, heads=8) == {"BACKEND": "TRITON"}  # rows of a group
     assert _options(32, heads=8) == _options(128) == _options(1) == {}
     assert _options(300, cuda=False) == {}
     assert _options(300, backend="FLASH", num_warps=4) == {"BACKEND": "FLASH", "num_warps": 4}
@@ -435,7 +433,7 @@ def test_options_of_a_kernel() -> None:
 def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_tiles, "capability", lambda device: capability)
     monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: 1 << 20)
-    plain = {SAFE: True, "BACKEND": "TRITON"}
+    plain = {"BACKEND": "TRITON"}
 
     def chosen(**given: Any) -> dict[str, int]:
         options = _options(300, **given)
@@ -524,22 +522,6 @@ def test_precision_of_float32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_options_are_proven_for_masks_without_tensors() -> None:
-    def options(mask: Any, offset: int | Tensor = 0, scored: bool = False) -> dict[str, bool]:
-        size = Size(1, 1, 384, 384, torch.device("cpu"))
-        return MaskPlan(flexmasks.get_mask(mask), size, offset).proven_options(scored)
-
-    assert options("causal") == options("full") == {SAFE: True, CONTIGUOUS: True}
-    assert options("causal", scored=True) == {CONTIGUOUS: True}  # a score may be -inf
-    assert options(flexmasks.get_mask("prefix_lm", prefix_len=40)) == {SAFE: True, CONTIGUOUS: True}
-    assert options(lambda b, h, q, kv: kv % 128 > 20) == {CONTIGUOUS: True}
-    zeros = torch.zeros(384, dtype=torch.int64)
-    assert options(flexmasks.get_mask("document", document_ids=zeros)) == {}
-    assert options(lambda b, h, q, kv: zeros[q] == zeros[kv]) == {}
-    assert options("causal", 3) == options("causal", torch.tensor([3])) == {}
-    assert GivenPlan(flexmasks.block_mask("causal", 384)).proven_options(False) == {}
-
-
 GPU_CASES: list[tuple[str, dict[str, Any]]] = [
     ("causal", {}),
     ("full", {}),
@@ -552,24 +534,12 @@ GPU_CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "params"), GPU_CASES)
 @pytest.mark.parametrize("length", [300, 1024])
-def test_attention_with_proven_options(
-    name: str, params: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_with_proven_options(name: str, params: dict[str, Any], length: int) -> None:
     """An option that does not hold makes results wrong, forward or backward."""
-    passed: list[dict[str, Any]] = []
-    run_kernel = flex_kernels._run_kernel
-
-    def spy(what: str, key: Any, captured: Any, may_be_data: bool, *args: Any) -> Any:
-        passed.append(args[6])  # after q, k, v, score_mod, block_mask and scale
-        return run_kernel(what, key, captured, may_be_data, *args)
-
-    monkeypatch.setattr(flex_kernels, "_run_kernel", spy)
     leaves = [torch.randn(2, 2, length, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    out = flexmasks.attention(*leaves, mask=name, backend="flex", **params)
     proven = flexmasks.get_mask(name, **params).blocks(length).kernel_options
-    without_tiles = [{n: value for n, value in options.items() if n.isupper()} for options in passed]
-    assert without_tiles == [proven | {"BACKEND": "TRITON"}]
     assert (SAFE in proven) == (name != "sliding_window" or params["window"] >= length)
+    out = flexmasks.attention(*leaves, mask=name, backend="flex", kernel_options=proven, **params)
     weight = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, leaves, weight)]
     others = [x.detach().double().requires_grad_() for x in leaves]

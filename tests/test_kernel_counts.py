@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.backends import flex, numbers
+from flexmasks.backends import numbers
 from flexmasks.plans import plan
 from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
@@ -93,23 +93,6 @@ def check(
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q >= kv
-
-
-@pytest.mark.slow
-def test_lengths_for_which_more_is_proven(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal attention has contiguous blocks at multiples of 128 only."""
-    if backend == "cpu":  # torch's kernel ignores the options, which only Triton's kernel gets
-        options = flex.options
-        monkeypatch.setattr(flex, "options", lambda *args: {**options(*args), **args[-1]()})
-    lengths = [300, 417, 530, 640, 200, 1024, 300]
-    masks = [torch.ones(n, n, dtype=torch.bool).tril() for n in lengths]
-    proven = [flexmasks.get_mask("causal").blocks(n).kernel_options for n in lengths]
-    assert len(proven[3]) == len(proven[0]) + 1
-    counts = kernels_of([
-        functools.partial(check, backend, (2, 2, n, 64), "causal", seen) for n, seen in zip(lengths, masks, strict=True)
-    ])  # fmt: skip
-    assert counts[0] == 1
-    assert counts[3:] == [0] * 4
 
 
 # --- numbers of scores ---

@@ -8,6 +8,13 @@ from flexmasks import compat
 from flexmasks.kernels.direct import with_rows_together
 
 
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """Return a tensor with grouped heads as rows. [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N]."""
+    if x.shape[1] > 1:
+        return x.unflatten(1, (-1, groups)).flatten(2, 3)  # type: ignore[no-any-return]
+    return x.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return output and lse [B, H, Q]."""
     q, k, v = with_rows_together(q, k, v)

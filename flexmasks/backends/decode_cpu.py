@@ -110,7 +110,7 @@ class CpuDecode(Replay):
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
-            added=_grouped(added, q.shape[1], k.shape[1]),
+            added=cpu_kernel.grouped(added, q.shape[1] // k.shape[1]),
             shows=not is_bias or shows(added),
             score_mod=score_mod,
             parts=_parts(visible, k, call.pages is not None),
@@ -205,17 +205,6 @@ def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:
 
 def _of_part(x: Tensor, part: _Part) -> Tensor:
     return (x if len(x) == 1 else x[part.batch])[..., part.keys]
-
-
-def _grouped(x: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Return a tensor with grouped heads as rows.
-
-    [B or 1, H or 1, Q, KV] becomes [B or 1, Hkv or 1, grouped heads * Q, KV].
-    """
-    groups = heads // kv_heads
-    if x.shape[1] > 1:
-        return x.reshape(len(x), kv_heads, groups * x.shape[2], -1)
-    return x.expand(-1, groups, -1, -1).reshape(len(x), 1, groups * x.shape[2], -1)
 
 
 def _parts(visible: Tensor, k: Tensor, are_copied: bool) -> list[_Part]:

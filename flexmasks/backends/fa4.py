@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -108,13 +108,10 @@ def _refuses_numbers(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
-    if call.pages is not None:
-        paged = PagedCall.of(call, call.pages)
-        return Result(*paged(call.q, *call.kv), paged)
     _announce(call)
-    if call.mask.window is None:
-        started = StartedCall.of(call)
-        return Result(*started(call.q, call.k, call.v), started)
+    if call.pages is not None or call.mask.window is None:
+        ended = EndedCall.of(call)
+        return Result(*ended(call.q, *call.kv), ended)
     replay = DirectCall.of(call)
     with _failures_are_unavailable():
         if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
@@ -122,7 +119,7 @@ def run(call: Call) -> Result:
         return proven(call, replay, call.sinks)._replace(has_sinks=True)
 
 
-def _announce(call: Call, layout: str = "") -> None:
+def _announce(call: Call) -> None:
     """Log, once for each kind of kernel, that flash-attn-4 compiles it."""
     if call.is_traced:
         return
@@ -131,7 +128,7 @@ def _announce(call: Call, layout: str = "") -> None:
         str(q.dtype).removeprefix("torch."),
         f"head sizes {q.shape[3]} and {call.v.shape[3]}",
         "all keys" if window is not None and window.left is window.right is None else "a window",
-        layout or ("sequences" if call.sequences is not None else ""),
+        "pages" if call.pages is not None else "sequences" if call.sequences is not None else "",
         "a soft-cap" if call.cap is not None else "",
         "sinks" if call.sinks is not None else "",
         "gradients" if call.needs_grad else "",
@@ -269,7 +266,7 @@ class DirectCall(Replay):
         return arguments
 
 
-# --- pages ---
+# --- keys that end where a tensor says: in pages, and for queries that start where a tensor says ---
 
 
 def _band_in(pages: Pages, call: Call) -> Band | None:
@@ -288,13 +285,10 @@ def _refuses_pages(call: Call, pages: Pages) -> str | None:
     return "it knows only windows" if _band_in(pages, call) is None else _refuses_numbers(call)
 
 
-@dataclass(frozen=True)
-class PagedCall(Replay):
-    """A call of FlashAttention 4 to pages, without q and the caches.
+class _Fixed(NamedTuple):
+    """Properties of a call that do not change with its tensors.
 
-    Its queries are the last ones of each sequence.
-
-    lens: number of keys of each sequence. They and the page table are int32.
+    lengths: numbers of queries and of keys of a call whose queries start where a tensor says; None for pages.
     parts: in how many pages the kernel reads each page of the caches.
     """
 
@@ -303,48 +297,89 @@ class PagedCall(Replay):
     scale: float | None
     cap: float | None
     with_lse: bool
-    pages: tuple[Tensor, Tensor]  # lengths and page table, as they were given
-    lens: Tensor
-    table: Tensor
+    lengths: tuple[int, int] | None
     parts: int
-    reads = ("pages",)
+
+
+@dataclass(frozen=True)
+class EndedCall(Replay):
+    """A call of FlashAttention 4 without q, k and v, which is told where the keys of each batch element end.
+
+    The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
+    are the queries, or of the keys up to the last query's position.
+
+    given: the tensors of the call: the lengths of sequences and their page table, or where queries start.
+    ends: the number of keys that the kernel is told of, int32 [B].
+    table: the page table as the kernel takes it, int32, or None.
+    """
+
+    fixed: _Fixed
+    given: tuple[Tensor, ...]
+    ends: Tensor
+    table: Tensor | None
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("intervals",) if self.table is None else ("pages",)
 
     @property
     def nbytes(self) -> int:
-        return self.table.nbytes if self.parts > 1 else 0
+        return self.ends.nbytes + (self.table.nbytes if self.table is not None and self.fixed.parts > 1 else 0)
 
     @classmethod
-    def of(cls, call: Call, pages: Pages) -> PagedCall:
-        band, q_len, room = cast(Band, _band_in(pages, call)), call.q.shape[2], call.k.shape[2]
-        left = None if band.left is None or band.left >= room - 1 else band.left
-        right = None if band.right is None or band.right >= q_len - 1 else band.right
-        numbers, parts = (left, right, call.scale, call.cap, call.with_lse), _parts_of_pages(*call.kv)
-        _announce(call, "pages")
-        return cls._made(numbers, parts, (pages.lens.detach(), pages.table.detach()))
+    def of(cls, call: Call) -> EndedCall:
+        q_len, kv_len = call.q.shape[2], call.k.shape[2]
+        right: int | None = 0
+        if call.pages is None:
+            intervals = cast(Intervals, call.mask.intervals)
+            left, lengths, parts = intervals.left, (q_len, kv_len), 1
+            given = [cast(Tensor, intervals.offset)]
+        else:
+            band = cast(Band, _band_in(call.pages, call))
+            left, right, lengths, parts = band.left, _reaching(band.right, q_len), None, _parts_of_pages(*call.kv)
+            given = [call.pages.lens.detach(), call.pages.table.detach()]
+        fixed = _Fixed(_reaching(left, kv_len), right, call.scale, call.cap, call.with_lse, lengths, parts)
+        return cls._made(fixed, given)
 
     @classmethod
-    def _made(cls, numbers: tuple[Any, Any, Any, Any, bool], parts: int, pages: tuple[Tensor, Tensor]) -> PagedCall:
-        return cls(*numbers, pages, _in_int32(pages[0]), _in_parts(pages[1], parts), parts)
+    def _made(cls, fixed: _Fixed, given: Sequence[Tensor]) -> EndedCall:
+        if fixed.lengths is None:
+            return cls(fixed, tuple(given), _in_int32(given[0]), _in_parts(given[1], fixed.parts))
+        return cls(fixed, tuple(given), _ends(given[0], fixed.lengths), None)
 
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        numbers, parts = (self.left, self.right, self.scale, self.cap, self.with_lse), self.parts
-        return self.pages, [], lambda read, captured: PagedCall._made(numbers, parts, (read[0], read[1]))
+        fixed = self.fixed
+        return self.given, [], lambda read, captured: EndedCall._made(fixed, read)
+
+    def refresh(self) -> None:
+        if self.fixed.lengths is not None:
+            self.ends.copy_(_ends(self.given[0], self.fixed.lengths))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
-        k, v: caches [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv].
+        k, v: caches [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv] where there is a page table.
 
         Raises Unavailable if flash-attn-4 cannot compile the call.
         """
-        arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
-        arguments |= fa4_kernel.window_arguments(self.left, self.right)
-        k, v = with_rows_together(k.detach(), v.detach())
-        if self.parts > 1:
+        fixed = self.fixed
+        arguments = {"seqused_k": self.ends, "softmax_scale": fixed.scale}
+        arguments |= fa4_kernel.window_arguments(fixed.left, fixed.right)
+        q, k, v = with_rows_together(q.detach(), k.detach(), v.detach())
+        if self.table is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            arguments["page_table"] = self.table
+        if fixed.parts > 1:
             k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
         with _failures_are_unavailable():
-            out, lse = fa4_kernel.forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
-        return out.transpose(1, 2), lse if self.with_lse else None
+            out, lse = fa4_kernel.forward(q.transpose(1, 2), k, v, arguments, fixed.cap)
+        return out.transpose(1, 2), lse if fixed.with_lse else None
+
+
+def _reaching(count: int | None, length: int) -> int | None:
+    """Return how far a window reaches, or None if it reaches all positions."""
+    return None if count is None or count >= length - 1 else count
 
 
 def _parts_of_pages(k_cache: Tensor, v_cache: Tensor) -> int:
@@ -368,62 +403,6 @@ def _in_parts(table: Tensor, parts: int) -> Tensor:
 
 def _in_int32(x: Tensor) -> Tensor:
     return x.detach().int().contiguous()
-
-
-# --- queries that start where a tensor says ---
-
-
-@dataclass(frozen=True)
-class StartedCall(Replay):
-    """A call of FlashAttention 4 whose queries start where a tensor says.
-
-    The kernel lays the last query at the last key, so it is told of the keys up to the last query's position.
-
-    ends: the number of keys that the kernel is told of, int32 [B].
-    """
-
-    left: int | None
-    scale: float | None
-    cap: float | None
-    with_lse: bool
-    lengths: tuple[int, int]  # numbers of queries and of keys
-    starts: Tensor
-    ends: Tensor
-    reads = ("intervals",)
-
-    @property
-    def nbytes(self) -> int:
-        return self.ends.nbytes
-
-    @classmethod
-    def of(cls, call: Call) -> StartedCall:
-        """Return the call."""
-        intervals = cast(Intervals, call.mask.intervals)
-        lengths = call.q.shape[2], call.k.shape[2]
-        numbers = intervals.left, call.scale, call.cap, call.with_lse, lengths
-        starts = cast(Tensor, intervals.offset)
-        return cls(*numbers, starts, _ends(starts, lengths))
-
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        numbers = self.left, self.scale, self.cap, self.with_lse, self.lengths
-        make = lambda read, captured: StartedCall(*numbers, read[0], _ends(read[0], numbers[-1]))  # noqa: E731
-        return [self.starts], [], make
-
-    def refresh(self) -> None:
-        self.ends.copy_(_ends(self.starts, self.lengths))
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
-
-        Raises Unavailable if flash-attn-4 cannot compile the call.
-        """
-        q, k, v = with_rows_together(q.detach(), k.detach(), v.detach())
-        shows_all_before = self.left is None or self.left >= self.lengths[1] - 1
-        arguments = {"seqused_k": self.ends, "softmax_scale": self.scale}
-        arguments |= fa4_kernel.window_arguments(None if shows_all_before else self.left, 0)
-        with _failures_are_unavailable():
-            out, lse = fa4_kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), arguments, self.cap)
-        return out.transpose(1, 2), lse if self.with_lse else None
 
 
 def _ends(starts: Tensor, lengths: tuple[int, int]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import (
+    HALF_DTYPES,
     TRANSFORMED,
     Call,
     Maker,
@@ -53,13 +53,8 @@ def options(
     backend: str | None,
     given: dict[str, Any] | None,
     block_size: tuple[int, int],
-    proven: Callable[[], dict[str, bool]] = dict,
 ) -> dict[str, Any]:
-    """Return the kernel_options of a call.
-
-    The options are the user's, torch's `backend` name, and, only for torch's Triton kernel for many queries, tiles and
-    `proven` options.
-    """
+    """Return the kernel_options of a call: the user's, torch's `backend` name, and tiles for torch's Triton kernels."""
     chosen = dict(given or {})
     if backend is not None:
         chosen["BACKEND"] = backend
@@ -68,7 +63,7 @@ def options(
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     tiles = chosen_tiles(q, v, block_size) if q.is_cuda and not chosen else {}
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        return {**tiles, **proven(), **chosen, "BACKEND": "TRITON"}
+        return {**tiles, **chosen, "BACKEND": "TRITON"}
     # The backward pass of a decoding kernel is that of all others.
     return chosen or {name: value for name, value in tiles.items() if name.startswith("bwd_")}
 
@@ -136,7 +131,7 @@ class CompiledCall(Replay):
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
         block_mask, of_mask, shapes = call.mask.blocks().block_mask, call.kernel_key[0], call.shapes
-        has_kernel = functools.partial(_has_kernel_for, call, 1, backend, more_options)
+        has_kernel = functools.partial(_has_kernel, call, (1,), backend, more_options)
         score_mod, of_score = forms.compiled_score(call, has_kernel, for_flash=backend == "FLASH")
         if as_data is None:
             as_data = bool(why_data(call, backend, more_options))
@@ -146,10 +141,8 @@ class CompiledCall(Replay):
             of_mask = "data", words, _is_one(table[0]), table[1:]
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
-            chosen = _options(call, backend, more_options, has_proven=False)
-            key = _key((of_mask, of_score), call, backend, chosen, block_mask)
-        else:
-            chosen, key = _kernel_for((of_mask, of_score), call, backend, more_options)
+        chosen = _options(call, backend, more_options)
+        key = _key((of_mask, of_score), call, backend, chosen, block_mask)
         return cls(
             runner=Runner(
                 call.what,
@@ -201,46 +194,9 @@ class CompiledCall(Replay):
         return out, None if lse is None else lse.float()
 
 
-def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None, has_proven: bool) -> dict[str, Any]:
-    """Return the kernel options of a call, see `options`.
-
-    has_proven: whether options that are proven for the mask are among them. Kernels that read data have none: all masks
-        have the same kernel, and nothing is proven for a new one.
-    """
+def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
     given = {**(call.kernel_options or {}), **(more_options or {})}
-    proven = functools.partial(call.mask.proven_options, call.score is not None) if has_proven else dict
-    return options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE, proven)
-
-
-def _kernel_for(
-    functions: tuple[Hashable, Hashable], call: Call, backend: str | None, more_options: dict[str, Any] | None
-) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
-    """Return the options and the key of the kernel that computes a call's functions.
-
-    What is proven depends on the lengths: the blocks of causal attention are contiguous at every 128th length. A kernel
-    for any length that makes use of less runs such a call, too, so that nothing is compiled for a rare length.
-    functions: the keys of mask and score.
-    """
-    block_mask, shapes = call.mask.blocks().block_mask, shapes_of(call.q, call.k, call.v, call.shapes)
-    sets = _sets_of_options(call, backend, more_options)
-    for chosen in sets:
-        key = _key(functions, call, backend, chosen, block_mask)
-        kernel = COMPILED.get(key)
-        if kernel is not None and kernel.is_ready(shapes):
-            return chosen, key
-    return sets[0], _key(functions, call, backend, sets[0], block_mask)
-
-
-def _sets_of_options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return kernel options with all that is proven for the mask, then with less."""
-    proven = _options(call, backend, more_options, has_proven=True)
-    plain = _options(call, backend, more_options, has_proven=False)
-    extra = [name for name in proven if name not in plain]
-    return [
-        {name: value for name, value in proven.items() if name not in unused}
-        for count in range(len(extra) + 1)
-        for unused in itertools.combinations(extra, count)
-    ]
+    return options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE)
 
 
 def _key(
@@ -271,37 +227,30 @@ def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
-    is_compiled = _is_compiled(call, backend, more_options)
-    has_kernel = functools.partial(_has_kernel_for, call, 0, backend, more_options)
+    is_compiled = _has_kernel(call, (0, 1), backend, more_options)
+    has_kernel = functools.partial(_has_kernel, call, (0,), backend, more_options)
     return forms.why_data(call, is_compiled, has_kernel, for_flash=backend == "FLASH")
-
-
-def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> bool:
-    """Return whether a kernel for the functions of mask and score takes these lengths."""
-    if not any(key[:2] == call.kernel_key for key in COMPILED.known_keys()):
-        return False
-    _, key = _kernel_for(call.kernel_key, call, backend, more_options)
-    kernel = COMPILED.get(key)
-    return kernel is not None and kernel.is_ready(shapes_of(call.q, call.k, call.v, call.shapes))
 
 
 def has_kernel_for_mask(call: Call, backend: str) -> bool:
     """Return whether a ready kernel runs a call with the mask's own numbers."""
-    return _has_kernel_for(call, 0, backend, None)
+    return _has_kernel(call, (0,), backend, None)
 
 
-def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: dict[str, Any] | None) -> bool:
-    """Return whether a ready kernel runs a call with its own numbers in a part.
+def _has_kernel(call: Call, parts: Sequence[int], backend: str | None, more_options: dict[str, Any] | None) -> bool:
+    """Return whether a ready kernel runs a call with its own numbers in some parts; others may have any form.
 
-    The other part may have any form.
-    part: 0 for the mask, 1 for the score change, as in the kernel's key.
+    parts: of the kernel's key, 0 for the mask and 1 for the score change.
     """
-    block_mask, shapes = call.mask.blocks().block_mask, shapes_of(call.q, call.k, call.v, call.shapes)
-    sets = _sets_of_options(call, backend, more_options)
-    ends = [_key(call.kernel_key, call, backend, chosen, block_mask)[2:] for chosen in sets]
-    alike = [k for k in COMPILED.known_keys() if k[part] == call.kernel_key[part] and k[2:] in ends]
-    kernels = [kernel for key in alike if (kernel := COMPILED.get(key)) is not None]
-    return any(kernel.is_ready(shapes, is_mask_alike=part == 0) for kernel in kernels)
+    own, block_mask = call.kernel_key, call.mask.blocks().block_mask
+    _, _, *end = _key(own, call, backend, _options(call, backend, more_options), block_mask)
+    shapes = shapes_of(call.q, call.k, call.v, call.shapes)
+    for key in COMPILED.known_keys():
+        if all(key[part] == own[part] for part in parts) and key[2:] == tuple(end):
+            kernel = COMPILED.get(key)
+            if kernel is not None and kernel.is_ready(shapes, is_mask_alike=0 in parts):
+                return True
+    return False
 
 
 @functools.cache
@@ -333,8 +282,45 @@ def refuses_to_compile(call: Call) -> str | None:
 
 
 def refuses(call: Call) -> str | None:
-    """Return why a call can be compiled in neither form of its mask, or None."""
-    return refuses_to_compile(call) or forms.refuses(call)
+    """Return why torch's Triton kernels, or on a CPU its kernels in C++, cannot run a call, or None."""
+    return _refuses_here(call) or refuses_to_compile(call) or forms.refuses(call)
+
+
+def _refuses_here(call: Call) -> str | None:
+    if call.q.device.type not in ("cpu", "cuda"):
+        return "it runs on CUDA and on CPUs only"
+    if call.q.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.is_cuda:
+        has_two_dtypes = call.k.dtype != call.q.dtype and call.needs_grad
+        return "its kernel has gradients only where q, k and v have one dtype" if has_two_dtypes else None
+    if call.k.dtype != call.q.dtype:
+        return "torch's compiled flex_attention takes one dtype on the CPU"
+    if call.needs_grad:
+        return "torch's compiled flex_attention has no gradients on the CPU"
+    if call.with_lse:
+        return "torch's compiled flex_attention gives no lse on the CPU"
+    if call.is_traced and call.mask.opaque and not call.mask.is_given:
+        return "its kernel reads no tensors that the compiled function computes, and which the mask reads is not known"
+    if call.is_traced and _reads_symbolic_sizes(call):
+        return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
+    return None
+
+
+def _reads_symbolic_sizes(call: Call) -> bool:
+    """Return whether functions may read tensors of symbolic sizes.
+
+    torch writes the names of its variables for tiles over names of sizes that begin alike, as ks1 over ks17.
+    """
+    if all(map(compat.has_static_value, (*call.q.shape, *call.k.shape))):
+        return False
+    return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
+
+
+def adds_in_any_order(call: Call) -> str | None:
+    """Return what the kernel adds in changing order, or None."""
+    adds = call.is_cuda and call.learns
+    return "the gradients of tensors that the score or mask reads, by atomic operations," if adds else None
 
 
 def run(call: Call, backend: str | None = None) -> Result:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, Replay, Result, first_line
+from flexmasks.backends.call import Call, Replay, Result, Unavailable, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.elements import with_indexing_by_numbers
@@ -55,16 +56,19 @@ class _Attention(Replay):
     score_mod: Callable[..., Tensor] | None
     block_mask: compat.BlockMask
     scale: float | None
-    reads = None  # it is planned from the start for other tensors
+    compiler_was_off: bool  # so that no faster backend could be chosen
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.compiler_was_off and not compat.compiler_is_off():
+            raise Unavailable("torch.compile is switched on again")
         return attend(q, k, v, self.score_mod, self.block_mask, self.scale)
 
 
 def run(call: Call) -> Result:
     """Run the call."""
     score_mod = None if call.score is None else call.score.mod()
-    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale)
+    compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
+    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale, compiler_is_off)
     return Result(*replay(call.q, call.k, call.v), replay)
 
 

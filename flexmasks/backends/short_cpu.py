@@ -94,10 +94,10 @@ class CpuShort(ShortCall):
             scale=call.scale,
             with_lse=False,
             needs_grad=call.needs_grad,
-            added=_grouped(added, groups),
+            added=cpu_kernel.grouped(added, groups),
             shows=bias is None or shows(added),
             uncompiled=None if call.needs_grad or uncompiled(call).is_spent else uncompiled(call),
-            hidden_rows=_grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
+            hidden_rows=cpu_kernel.grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
         )
 
     @property
@@ -145,10 +145,3 @@ class CpuShort(ShortCall):
     def _rows(x: Tensor, k: Tensor) -> Tensor:
         """Return queries with grouped heads as rows, [B, Hkv, grouped heads * Q, D]."""
         return x.reshape(len(x), k.shape[1], -1, x.shape[3])
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return a tensor with grouped heads as rows. [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N]."""
-    if x.shape[1] > 1:
-        return x.unflatten(1, (-1, groups)).flatten(2, 3)  # type: ignore[no-any-return]
-    return x.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)

@@ -18,9 +18,7 @@ from flexmasks.backends import (
     fa4,
     fa4_package,
     flex,
-    flex_cpu,
     flex_flash,
-    flex_triton,
     forms,
     reference,
     sdpa,
@@ -72,14 +70,6 @@ class Backend:
     reads_any_dtype: bool = False  # k and v may have another dtype than q
 
 
-def _flex_refuses(call: Call) -> str | None:
-    return flex_triton.refuses(call) if call.is_cuda else flex_cpu.refuses(call)
-
-
-def _flex_adds_in_any_order(call: Call) -> str | None:
-    return flex_triton.adds_in_any_order(call) if call.is_cuda else None
-
-
 BACKENDS = {
     b.name: b
     for b in (
@@ -94,7 +84,7 @@ BACKENDS = {
             _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks,
         ),
         Backend(
-            "flex", _flex_refuses, flex.run, _flex_adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
+            "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
             reads_any_dtype=True,
         ),
         Backend("short", short.refuses, short.run, compiles=short.compiles),

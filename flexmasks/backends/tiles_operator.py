@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
-from flexmasks.graphs import value_of_text
+from flexmasks.graphs import Flat, text_of
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.shifted import shifted_mask, shifted_score
@@ -29,6 +29,7 @@ from flexmasks.spec.values import Mask
 from flexmasks.workers import Workers
 
 _Result = TypeVar("_Result")
+_FLOATS = float | torch.SymFloat
 
 
 class Described(NamedTuple):
@@ -87,46 +88,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: De
     blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
         operator plans them.
     """
-    leaves = _Leaves([], [], [])
-    text = repr(leaves.text(tuple(call)))
+    leaves: list[Any] = []
+    text = text_of(tuple(call), leaves)
+    kinds = "".join("t" if isinstance(x, Tensor) else "f" if isinstance(x, _FLOATS) else "n" for x in leaves)
+    lists = ([x for x, kind in zip(leaves, kinds, strict=True) if kind == of_kind] for of_kind in "tnf")
     partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    return torch.ops.flexmasks.attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
-
-
-class _Leaves(NamedTuple):
-    """The parts of a call that its text does not hold."""
-
-    tensors: list[Tensor]
-    numbers: list[int]  # symbolic ones
-    floats: list[float]
-
-    def text(self, value: Any) -> Any:
-        """Return a value with places of leaves in it, made of tuples, strings and numbers."""
-        if isinstance(value, tuple | list):
-            return "tuple", tuple(map(self.text, value))
-        if isinstance(value, Tensor):
-            return self._place("tensors", value)
-        if isinstance(value, torch.SymInt):
-            return self._place("numbers", value)
-        if isinstance(value, float | torch.SymFloat):
-            return self._place("floats", value)
-        return "constant", value
-
-    def _place(self, name: str, value: Any) -> tuple[str, int]:
-        leaves = getattr(self, name)
-        leaves.append(value)
-        return name, len(leaves) - 1
-
-    def value(self, text: Any) -> Any:
-        """Return the value of which `text` was made."""
-        kind, part = text
-        if kind == "tuple":
-            return tuple(map(self.value, part))
-        return part if kind == "constant" else getattr(self, kind)[part]
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *lists, f"{kinds} {text}")  # type: ignore[no-any-return]
 
 
 def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
-    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(value_of_text(text)))
+    """Return the call of the operator's last arguments; its text begins with the kind of each tensor and number."""
+    kinds, _, text = text.partition(" ")
+    lists = {"t": iter(tensors), "n": iter(numbers), "f": iter(floats)}
+    return Described(*Flat(text, tuple(next(lists[kind]) for kind in kinds)).values())
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
