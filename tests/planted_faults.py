@@ -553,8 +553,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "backends/call_kind.py",
-        "own = [t if t.requires_grad else t.detach() for t in tensors]",
-        "own = [t.detach() for t in tensors]",
+        "in_one_piece(t if t.requires_grad else t.detach())",
+        "in_one_piece(t.detach())",
         _WHOLE_MASK,
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),

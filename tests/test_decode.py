@@ -40,21 +40,21 @@ class Played:
 
     raw_stream = 0
 
-    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
-        self._run, self._lends = run, lends
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+        self._run = run
         self._places = [recorded._Place(x) for x in inputs]
         self._outputs = run(*(p.tensor for p in self._places))
 
     @classmethod
-    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> Played:
-        return cls(run, inputs, lends)
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Played:
+        return cls(run, inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for place, x in zip(self._places, inputs, strict=True):
             place.fill(x)
         for output, made in zip(self._outputs, self._run(*(p.tensor for p in self._places)), strict=True):
             output.copy_(made)
-        return self._outputs if self._lends else [t.clone() for t in self._outputs]
+        return [t.clone() for t in self._outputs]
 
 
 _ON_CPU = ["cpu", "cpu, as on a GPU"]

@@ -53,12 +53,11 @@ class Replay:
         for a call that is planned from the start for other tensors.
     block_size: of the blocks that it reads.
     calls_functions: the kernel calls functions with the tensors that these captured.
-    lends: the kernel may read lent memory, see `Recorded.lend`.
     """
 
     reads: tuple[str, ...] | None = None
     block_size: tuple[int, int] | None = None
-    calls_functions = lends = False
+    calls_functions = False
 
     @property
     def nbytes(self) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from flexmasks import compat
 from flexmasks.backends.call import Replay
-from flexmasks.kernels.direct import on_gpu
-from flexmasks.plans.recorded import LOCK, Form, Recorded
+from flexmasks.plans.recorded import Form
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.structure import Opaque
 
@@ -64,47 +62,15 @@ class CallKind:
         # The place of each tensor among those of a later call, or the constant itself.
         self._read = [(places.get(id(t)), constants.get(id(t))) for t in read]
         self._captured = [(in_functions.get(id(t)), None if id(t) in in_functions else t) for t in captured]
-        self._lends = replay.lends
-        self._recorded = [program for program, _ in self._programs if isinstance(program, Recorded)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Replay:
-        """Return the call with these tensors."""
-        own = [t if t.requires_grad else t.detach() for t in tensors]
-        return Lent(self, own) if self._lends and self._recorded else self.made(own)
-
-    def made(self, tensors: Sequence[Tensor], lends: bool = False) -> Replay:
-        """Return the call with these tensors. Gradients flow through those alone that functions read.
-
-        lends: what the call reads may lie in memory of the programs. Then the call holds until they run again, and the
-            caller holds LOCK.
-        """
-        values = [t.detach() if t.requires_grad else t for t in tensors]
+        """Return the call with these tensors. Gradients flow through those alone that functions read."""
+        values = [t.detach() for t in tensors]
         for program, places in self._programs:
-            run = program.lend if lends and isinstance(program, Recorded) else program
-            values += run([values[n] for n in places])
+            values += program([values[n] for n in places])
         read = [t if n is None else values[n] for n, t in self._read]
         if not self._captured:
             return self._make(read, [])
-        values[: self._count] = map(in_one_piece, tensors)
+        values[: self._count] = [in_one_piece(t if t.requires_grad else t.detach()) for t in tensors]
         values += [values[n].expand(shape) for n, shape in self._spread]
         return self._make(read, [t if n is None else values[n] for n, t in self._captured])
-
-    def turn(self, device: torch.device) -> Hashable:
-        """Return what changes when the tensors that were lent last may change."""
-        return compat.raw_stream(device) if on_gpu(device) else 0, *[recorded.turn for recorded in self._recorded]
-
-
-class Lent(Replay):
-    """A call that reads lent memory. It is made when it runs, if another one has been made there since."""
-
-    def __init__(self, kind: CallKind, tensors: Sequence[Tensor]) -> None:
-        self._kind, self._tensors = kind, tensors
-        self._call: Replay | None = None
-        self._turn: Hashable = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        with LOCK:
-            if self._call is None or self._turn != self._kind.turn(q.device):
-                self._call = self._kind.made(self._tensors, lends=True)
-                self._turn = self._kind.turn(q.device)
-            return self._call(q, k, v)

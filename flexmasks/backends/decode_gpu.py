@@ -53,7 +53,6 @@ class GpuDecode(Replay):
     with_lse: bool
     pages: Tensor | None  # the page table, as it was given
     table: Tensor | None  # the same as kernels take it
-    lends = True
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]

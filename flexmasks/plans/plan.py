@@ -251,8 +251,7 @@ class Plan:
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
-            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording; they lend their
-            outputs.
+            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
         factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
             first time.
         """
@@ -279,7 +278,7 @@ class Plan:
         if self._kind_key is None:
             alone = Kind("")
             if records_first and not (inputs or self.opaque):
-                alone.record(lambda: Recorded(lambda: run(self.value, self.offset), [], lends=True, factored=factored))
+                alone.record(lambda: Recorded(lambda: run(self.value, self.offset), [], factored=factored))
             return run(self.value, self.offset) if alone.recorded is None else alone.recorded([])
         kind_key = self._kind_of(name)
         kind = PROGRAMS.get(kind_key)
@@ -295,7 +294,7 @@ class Plan:
             def run_with(*tensors: Tensor) -> list[Tensor]:
                 return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
-            kind.record(lambda: Recorded(run_with, inputs, lends=True, factored=factored))
+            kind.record(lambda: Recorded(run_with, inputs, factored=factored))
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not captured:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))

@@ -22,8 +22,7 @@ from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
 _MAX_CAPTURED_ELEMENTS = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
-# Held from a run whose outputs are lent until they are used: no run of another thread may come between.
-LOCK = threading.RLock()
+_LOCK = threading.Lock()  # held while a CUDA graph runs and its outputs are copied
 _CAPTURED_ON = ("cuda",)
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
@@ -38,10 +37,8 @@ class Recorded:
     """Operations of a function from tensors to a list of tensors.
 
     inputs: tensors like those of all later calls, in shape, strides, dtype and device.
-    lends: outputs are lent, see `lend`.
     factored: the function returns one tensor [..., KV] in float32. Where it is a product of a tensor [..., 1] with one
         that has fewer elements than the product, these two are the outputs: first [..., KV], then [..., 1].
-    turn: the number of the last run.
     varies: for each output, whether it depends on an input.
 
     Raises what `trace` raises.
@@ -51,8 +48,6 @@ class Recorded:
         self,
         function: Callable[..., list[Tensor]],
         inputs: Sequence[Tensor],
-        *,
-        lends: bool = False,
         factored: bool = False,
     ) -> None:
         with _plain_tensors():
@@ -60,29 +55,17 @@ class Recorded:
         self.varies = self._run.varies
         self._captured: _Captured | None = None
         self._may_capture = True  # until it is tried
-        self._lends = lends
-        self.turn = 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, which no later run changes."""
-        if not self._lends:
-            return self.lend(inputs)
-        with LOCK:
-            return [t.clone() for t in self.lend(inputs)]
-
-    def lend(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs. If they are lent, the next run may change them: the caller holds LOCK until it has used them on
-        the current stream.
-        """
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
-            self.turn += 1
             if not inputs or inputs[0].device.type not in _CAPTURED_ON or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
             device = inputs[0].device
-            with LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
+            with _LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
                     self._may_capture = False
-                    self._captured = _Captured.of(self._run, inputs, self._lends)
+                    self._captured = _Captured.of(self._run, inputs)
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
                 return self._captured(inputs)
@@ -129,7 +112,7 @@ def _is_current(device: torch.device) -> bool:
 class _Captured:
     """A CUDA graph of operations, with its inputs and outputs in fixed places. It runs on one stream only."""
 
-    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
         stream = torch.cuda.current_stream()
         self.raw_stream = stream.cuda_stream
         self._places = [_Place(x) for x in inputs]
@@ -140,20 +123,20 @@ class _Captured:
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._outputs = run(*(p.tensor for p in self._places))
-                self._packs = [] if lends else [_Pack(tensors) for tensors in _by_dtype(self._outputs)]
+                self._packs = [_Pack(tensors) for tensors in _by_dtype(self._outputs)]
             finally:
                 self._graph.capture_end()
         stream.wait_stream(side)
 
     @classmethod
-    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> _Captured | None:
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
         """The captured operations, None if they take too much memory or cannot be captured."""
         if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
             return None
         was_collecting = gc.isenabled()
         gc.disable()  # what dies in a capture may wait for the GPU, which ends the capture
         try:
-            captured = cls(run, inputs, lends)
+            captured = cls(run, inputs)
         except RuntimeError as error:  # such as an operation that no graph can hold
             _log.warning("a plan cannot be captured in a CUDA graph, and takes more of the host's time: %s", error)
             return None
@@ -166,8 +149,6 @@ class _Captured:
         for place, x in zip(self._places, inputs, strict=True):
             place.fill(x)
         self._graph.replay()
-        if not self._packs:
-            return self._outputs
         outputs = {place: output for pack in self._packs for place, output in pack.copies()}
         return [outputs[place] for place in range(len(outputs))]
 
