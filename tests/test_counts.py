@@ -510,14 +510,23 @@ def test_tiles_inside_compile(size: int, dtype: torch.dtype, monkeypatch: pytest
 
 def test_precision_of_float32() -> None:
     """The rule is that of torch's own kernels, which imports Inductor and is read from there."""
-    from torch._inductor.kernel.flex import flex_attention as of_torch
+    from torch._inductor.kernel.flex import flex_attention
+
+    of_torch: Any = flex_attention
+
+    def is_exact() -> bool:
+        if hasattr(of_torch, "get_float32_precision"):  # up to torch 2.14
+            return bool(of_torch.get_float32_precision() == "'ieee'")
+        options: dict[str, str] = {}
+        of_torch.set_float32_precision(options, torch.float32)
+        return options["FLOAT32_PRECISION"] == "'ieee'"
 
     before = torch.get_float32_matmul_precision()
     try:
         for precision in ("highest", "high", "medium"):
             torch.set_float32_matmul_precision(precision)
             assert kernel_tiles.float32_is_exact() == (precision == "highest")
-            assert kernel_tiles.float32_is_exact() == (of_torch.get_float32_precision() == "'ieee'")
+            assert kernel_tiles.float32_is_exact() == is_exact()
     finally:
         torch.set_float32_matmul_precision(before)
 
