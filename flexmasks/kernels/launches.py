@@ -42,11 +42,6 @@ def layouts_of(*tensors: Tensor | None) -> list[Hashable]:
     return [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor starts where loads of 16 bytes may."""
-    return tensor.data_ptr() % 16 == 0
-
-
 def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
     """The strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
     if tensor is None:
@@ -59,6 +54,12 @@ def grain_of(strides: list[int]) -> int:
     kernels while a cache grows.
     """
     return 8 if math.gcd(8, *strides) == 8 else 1
+
+
+def with_grain(strides: list[int]) -> tuple[int, list[int]]:
+    """The grain of strides, and the strides divided by it."""
+    grain = grain_of(strides)
+    return grain, [stride // grain for stride in strides]
 
 
 def width_of(size: int) -> int:
