@@ -49,6 +49,13 @@ def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
     return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
 
 
+def names_of_strides(tensors: str, dims: str) -> list[str]:
+    """The names of strides among a kernel's parameters. Like sizes, Triton must not specialize them: each value would
+    compile another kernel.
+    """
+    return [f"{tensor}_{dim}" for tensor in tensors.split() for dim in dims.split()]
+
+
 def grain_of(strides: list[int]) -> int:
     """8 if it divides all strides, else 1. 8 numbers are enough for loads of 16 bytes; other grains would compile more
     kernels while a cache grows.

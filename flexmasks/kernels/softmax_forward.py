@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels.softmax_tiles import (
+    NUMBERS,
     chunks_to_read,
     clear,
     clear_around,
@@ -20,7 +21,6 @@ from flexmasks.kernels.softmax_tiles import (
     readable,
     row_limits,
     store_chunk,
-    unspecialized,
 )
 
 _NAN_CHUNK = tl.constexpr(1024)
@@ -212,7 +212,7 @@ def _forward_long(
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=unspecialized("y", "x", "bounds", "bits", "mask"))
+@triton.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     y, x, bounds, bits, mask, scale,
     columns, n_rows, n_inner, n_blocks, n_one,
