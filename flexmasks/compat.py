@@ -456,10 +456,10 @@ def kept_with_graph(x: Tensor) -> dict[Any, Any] | None:
 
 
 def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
-    """Return a key of the value that a tensor of a traced graph has now.
+    """Return a key of the value that a tensor of a traced graph has now, and what must live as long as the key.
 
-    Also returns what must live as long as the key. The value changes with each change in place: of the
-    version, or, where torch replaces values in place of changes, of the value inside, which `from_functional` returns.
+    A change in place changes the version, or, where torch replaces values instead, the value inside, which
+    `from_functional` returns.
     """
     is_replaced = hasattr(type(x), "from_functional")
     value = cast(Any, x).from_functional() if is_replaced else x
@@ -481,7 +481,6 @@ def compiler_is_off() -> bool:
 
 
 def recompile_limit() -> int:
-    """Return how many graphs torch compiles from one code object."""
     return int(getattr(named("dynamo_config"), "recompile_limit", 8))
 
 
@@ -494,7 +493,6 @@ def fake_mode() -> Any:
 
 
 def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
-    """Return a jagged nested tensor."""
     view = None if is_compiling() else named("nested_view")
     if view is None:
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)

@@ -16,7 +16,6 @@ from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import Launch, compiled, dot_type, layouts_of, new, strides_of, width_of, with_grain
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
-_SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _LITTLE_MEMORY = 2**17  # with less shared memory, programs take half of the rows
 _LAST = -1  # in place of where queries start: they are the last ones of each sequence
 _FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
@@ -103,14 +102,14 @@ class _Choice(NamedTuple):
 
 
 def _choice(
-    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int, processors: int,
-    memory: int = _SHARED_MEMORY,
+    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int,
+    processors: int, memory: int,
 ) -> _Choice:  # fmt: skip
     """rows: queries times query heads that share a key head.
     itemsize: bytes of a number in q, k and v.
     elements, tiles: what the lists of tiles belong to, and the most tiles of one.
     key_heads: key heads of an element.
-    processors, memory: of the GPU, and the bytes of one.
+    processors, memory: of the GPU, and the bytes of shared memory of one.
     """
     k_width, v_width = width_of(k_size), width_of(v_size)
     width = max(k_width, v_width)
