@@ -407,7 +407,8 @@ _DYNAMO_KNOWS_EXPORTS = _TORCH >= (2, 13)
 
 def is_exporting() -> bool:
     """Return whether torch.export traces the code; with strict=True only if Dynamo knows."""
-    return torch.compiler.is_exporting() and (_DYNAMO_KNOWS_EXPORTS or not torch.compiler.is_dynamo_compiling())
+    is_known = _DYNAMO_KNOWS_EXPORTS or not torch.compiler.is_dynamo_compiling()
+    return is_known and torch.compiler.is_exporting()
 
 
 def constant_in_graphs(function: _Function) -> _Function:
