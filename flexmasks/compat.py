@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     StopRecomputation: Any
     TorchDispatchMode: Any
     after_autograd_keys: Any
+    all_to_all_single: Callable[[Tensor, list[int], list[int], Any], Tensor]
     below_autograd: Any
     forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]]
     fused_sdp_choice: Callable[..., int]
@@ -135,7 +136,6 @@ _versions = itertools.count()
 
 
 def new_version(x: Tensor) -> int:
-    """In place of the count of in-place changes: each tensor counts as changed whenever it is looked at."""
     return next(_versions)
 
 
@@ -241,12 +241,7 @@ NAMES: dict[str, tuple[str, Any]] = {
         "torch._C:_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream,
     ),
     # The public nested_tensor_from_jagged logs a warning about tracing, and fails while another thread traces.
-    "nested_view": (
-        "torch.nested._internal.nested_tensor:nested_view_from_values_offsets_lengths",
-        lambda values, offsets, _, ragged_idx: torch.nested.nested_tensor_from_jagged(
-            values, offsets, jagged_dim=ragged_idx
-        ),
-    ),
+    "nested_view": ("torch.nested._internal.nested_tensor:nested_view_from_values_offsets_lengths", None),
     "all_to_all_single": (
         "torch.distributed._functional_collectives:all_to_all_single_autograd", "attention over several processes",
     ),
@@ -412,9 +407,8 @@ _DYNAMO_KNOWS_EXPORTS = _TORCH >= (2, 13)
 
 def is_exporting() -> bool:
     """Return whether torch.export traces the code; with strict=True only if Dynamo knows."""
-    if torch.compiler.is_dynamo_compiling() and not _DYNAMO_KNOWS_EXPORTS:
-        return False
-    return torch.compiler.is_exporting()
+    is_known = _DYNAMO_KNOWS_EXPORTS or not torch.compiler.is_dynamo_compiling()
+    return is_known and torch.compiler.is_exporting()
 
 
 def constant_in_graphs(function: _Function) -> _Function:
@@ -463,10 +457,10 @@ def kept_with_graph(x: Tensor) -> dict[Any, Any] | None:
 
 
 def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
-    """Return a key of the value that a tensor of a traced graph has now.
+    """Return a key of the value that a tensor of a traced graph has now, and what must live as long as the key.
 
-    Also returns what must live as long as the key. The value changes with each change in place: of the
-    version, or, where torch replaces values in place of changes, of the value inside, which `from_functional` returns.
+    A change in place changes the version, or, where torch replaces values instead, the value inside, which
+    `from_functional` returns.
     """
     is_replaced = hasattr(type(x), "from_functional")
     value = cast(Any, x).from_functional() if is_replaced else x
@@ -479,7 +473,6 @@ def size_hint(n: Any) -> Any:
 
 
 def raw_stream(device: torch.device) -> int:
-    """Return the address of a GPU's current stream."""
     return int(named("stream")(device.index))
 
 
@@ -489,7 +482,6 @@ def compiler_is_off() -> bool:
 
 
 def recompile_limit() -> int:
-    """Return how many graphs torch compiles from one code object."""
     return int(getattr(named("dynamo_config"), "recompile_limit", 8))
 
 
@@ -502,14 +494,10 @@ def fake_mode() -> Any:
 
 
 def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
-    """Return a jagged nested tensor.
-
-    The public torch.nested.nested_tensor_from_jagged logs a warning about tracing, and fails while another thread
-    traces.
-    """
-    if is_compiling():
+    view = None if is_compiling() else named("nested_view")
+    if view is None:
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
-    return cast(Tensor, named("nested_view")(values, offsets, None, ragged_idx=jagged_dim))
+    return cast(Tensor, view(values, offsets, None, ragged_idx=jagged_dim))
 
 
 # --- scaled_dot_product_attention ---
@@ -536,12 +524,3 @@ def group_timeout(group: Any) -> Any:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
-
-
-def traced_all_to_all() -> Callable[[Tensor, list[int], list[int], Any], Tensor]:
-    """Return what exchanges rows inside torch.compile: of rows, how many come and go, and the group.
-
-    It is asked for outside: Dynamo of torch 2.11 does not trace an import by its name.
-    """
-    exchange: Callable[[Tensor, list[int], list[int], Any], Tensor] = named("all_to_all_single")
-    return exchange

@@ -82,13 +82,10 @@ def masked_softmax(
             raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
-        rows = Rows(seen=mask)
-    else:
-        shape = x.shape
-        x = x.reshape(_with_heads(shape))
-        rows = rows_of(mask, params, x, listed(q_offset, x.device))
-        return _softmax(x, rows, scale).view(shape)
-    return _softmax(x, rows, scale)
+        return _softmax(x, Rows(seen=mask), scale)
+    shape = x.shape
+    x = x.reshape(_with_heads(shape))
+    return _softmax(x, rows_of(mask, params, x, listed(q_offset, x.device)), scale).view(shape)
 
 
 def _with_heads(shape: torch.Size) -> tuple[int, ...]:

@@ -884,12 +884,13 @@ def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choices(elements: int, key_heads: int, rows: int, size: int, kv_len: int, itemsize: int) -> None:
     """Programs fill a GPU once at least, and their shared memory fits a processor."""
     tiles = kv_len // 128
-    choice = launch._choice(rows, size, size, itemsize, elements, key_heads, tiles, processors=132)
+    memory = 227 * 2**10  # of a Hopper GPU
+    choice = launch._choice(rows, size, size, itemsize, elements, key_heads, tiles, 132, memory)
     programs = (choice.shares or elements) * key_heads * -(-rows // choice.rows)
     assert programs >= 132
     assert choice.shares == 0 or elements < choice.shares <= elements * tiles + elements
     assert choice.keys in (16, 32, 64, 128)
-    assert (choice.stages * 2 * choice.keys + choice.rows) * size * itemsize <= 227 * 2**10
+    assert (choice.stages * 2 * choice.keys + choice.rows) * size * itemsize <= memory
 
 
 # --- on a GPU ---

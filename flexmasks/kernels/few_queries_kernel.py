@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels import few_queries_checks
+from flexmasks.kernels.launches import names_of_strides
 
 _TILE: tl.constexpr = tl.constexpr(few_queries_checks.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -331,14 +332,11 @@ def _attend_tiles(
     return row_max, total, acc
 
 
-# Sizes, strides and bounds of bands: if Triton specialized them, each value would compile another kernel.
+# Sizes, strides and bounds of bands.
 _NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"]
 _NUMBERS += ["q_start", "left", "right", "q_starts_stride", "kv_lens_stride"]
-_NUMBERS += [
-    f"{tensor}_{dim}"
-    for tensor in ("q", "k", "v", "visible", "weight", "bias", "partial_count", "full_count", "partial", "full")
-    for dim in ("batch", "head", "query", "page", "key")
-]
+_NUMBERS += names_of_strides("q k v visible weight bias", "batch head query page key")
+_NUMBERS += names_of_strides("partial_count full_count partial full", "batch head")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

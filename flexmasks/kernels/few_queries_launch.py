@@ -13,10 +13,9 @@ from flexmasks.cache import Launches
 from flexmasks.kernels.direct import shared_memory
 from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
-from flexmasks.kernels.launches import Launch, compiled, dot_type, grain_of, layouts_of, new, strides_of, width_of
+from flexmasks.kernels.launches import Launch, compiled, dot_type, layouts_of, new, strides_of, width_of, with_grain
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
-_SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _LITTLE_MEMORY = 2**17  # with less shared memory, programs take half of the rows
 _LAST = -1  # in place of where queries start: they are the last ones of each sequence
 _FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
@@ -103,14 +102,14 @@ class _Choice(NamedTuple):
 
 
 def _choice(
-    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int, processors: int,
-    memory: int = _SHARED_MEMORY,
+    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int,
+    processors: int, memory: int,
 ) -> _Choice:  # fmt: skip
     """rows: queries times query heads that share a key head.
     itemsize: bytes of a number in q, k and v.
     elements, tiles: what the lists of tiles belong to, and the most tiles of one.
     key_heads: key heads of an element.
-    processors, memory: of the GPU, and the bytes of one.
+    processors, memory: of the GPU, and the bytes of shared memory of one.
     """
     k_width, v_width = width_of(k_size), width_of(v_size)
     width = max(k_width, v_width)
@@ -218,10 +217,10 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: Inputs, has_cap: boo
 def _layout(tensors: Inputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
     """The strides that the first kernel takes, and its constants that follow from sizes and strides."""
     q, k, v, page_table, _, partial, _, full, visible, _, _, weight, bias = tensors
-    q_grain, q_strides = _with_grain(strides_of(q, 3))
-    k_grain, k_strides = _with_grain(_key_strides(k, sizes.page_size))
-    v_grain, v_strides = _with_grain(_key_strides(v, sizes.page_size))
-    pair_grain, pair_strides = _with_grain([*strides_of(visible, 3), *strides_of(bias, 3)])
+    q_grain, q_strides = with_grain(strides_of(q, 3))
+    k_grain, k_strides = with_grain(_key_strides(k, sizes.page_size))
+    v_grain, v_strides = with_grain(_key_strides(v, sizes.page_size))
+    pair_grain, pair_strides = with_grain([*strides_of(visible, 3), *strides_of(bias, 3)])
     strides = (
         *(*q_strides, *k_strides, *v_strides, *strides_of(page_table, 1)),
         *(*_list_strides(tensors), *strides_of(partial, 2), *strides_of(full, 2)),
@@ -258,8 +257,3 @@ def _key_strides(keys: Tensor, page_size: int) -> list[int]:
     """The strides of keys or values by batch element, head, page and key. A page size of 0 means no pages."""
     one, two, three = strides_of(keys, 3)
     return [0, three, one, two] if page_size else [one, two, 0, three]
-
-
-def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
-    grain = grain_of(strides)
-    return grain, [stride // grain for stride in strides]

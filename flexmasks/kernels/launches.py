@@ -42,11 +42,6 @@ def layouts_of(*tensors: Tensor | None) -> list[Hashable]:
     return [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor starts where loads of 16 bytes may."""
-    return tensor.data_ptr() % 16 == 0
-
-
 def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
     """The strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
     if tensor is None:
@@ -54,11 +49,24 @@ def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
     return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
 
 
+def names_of_strides(tensors: str, dims: str) -> list[str]:
+    """The names of strides among a kernel's parameters. Like sizes, Triton must not specialize them: each value would
+    compile another kernel.
+    """
+    return [f"{tensor}_{dim}" for tensor in tensors.split() for dim in dims.split()]
+
+
 def grain_of(strides: list[int]) -> int:
     """8 if it divides all strides, else 1. 8 numbers are enough for loads of 16 bytes; other grains would compile more
     kernels while a cache grows.
     """
     return 8 if math.gcd(8, *strides) == 8 else 1
+
+
+def with_grain(strides: list[int]) -> tuple[int, list[int]]:
+    """The grain of strides, and the strides divided by it."""
+    grain = grain_of(strides)
+    return grain, [stride // grain for stride in strides]
 
 
 def width_of(size: int) -> int:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexmasks.kernels.launches import names_of_strides
+
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # takes the place of an lse of -inf, from which no sink can be subtracted
 
-# Sizes and strides: if Triton specialized them, each value would compile another kernel.
 _NUMBERS = ["heads", "queries", "blocks", "sink_stride", "count"]
-_NUMBERS += [
-    f"{tensor}_{dim}"
-    for tensor in ("out", "lse", "new_out", "new_lse", "d_out", "d_lse", "d_new_out", "d_new_lse")
-    for dim in ("batch", "head", "query")
-]
+_NUMBERS += names_of_strides("out lse new_out new_lse d_out d_lse d_new_out d_new_lse", "batch head query")
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels.softmax_tiles import (
+    NUMBERS,
     as_loaded,
     chunks_to_read,
     clear,
@@ -21,7 +22,6 @@ from flexmasks.kernels.softmax_tiles import (
     readable,
     row_limits,
     store_chunk,
-    unspecialized,
 )
 
 
@@ -109,7 +109,7 @@ def _backward_long(
         tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=unspecialized("dx", "dy", "y", "bounds"))
+@triton.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     dx, dy, y, bounds, scale,
     columns, n_rows, n_inner, n_blocks, n_one,

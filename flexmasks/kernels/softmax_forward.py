@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels.softmax_tiles import (
+    NUMBERS,
     chunks_to_read,
     clear,
     clear_around,
@@ -20,7 +21,6 @@ from flexmasks.kernels.softmax_tiles import (
     readable,
     row_limits,
     store_chunk,
-    unspecialized,
 )
 
 _NAN_CHUNK = tl.constexpr(1024)
@@ -60,14 +60,6 @@ def _scores(
     if SIGN < 0:
         scores = -scores
     return tl.where(visible, scores, float("-inf")), visible
-
-
-@triton.jit
-def _weights(scores, row_max, visible, scale, SIGN: tl.constexpr):
-    """exp(score - row_max), 0 where hidden if anything is visible; as in torch, NaN for a row that holds only -inf."""
-    if SIGN == 0:  # all weights are 1 where visible, except for NaN and inf
-        return tl.where(visible, tl.exp2(scores * 0.0), 0.0)
-    return tl.exp2((scores - row_max) * scale)
 
 
 @triton.jit
@@ -119,13 +111,13 @@ def _forward_tile(
     )
     if WIDTH < BLOCK:
         clear_around(y, low, columns, is_row, ROWS, BLOCK, WIDTH)
-    if ROWS > 1:
-        weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
+    if ROWS > 1:  # as in torch, a row that holds only -inf becomes NaN
+        weights = tl.exp2((scores - tl.max(scores, 1)[:, None]) * scale)
         weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
         tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
     else:  # hidden weights are 0 already; to select by `visible` again would cost as much as all the rest
         row_max = tl.max(tl.max(scores, 1), 0)
-        weights = _weights(scores, tl.where(row_max == float("-inf"), 0.0, row_max), visible, scale, SIGN)
+        weights = tl.exp2((scores - tl.where(row_max == float("-inf"), 0.0, row_max)) * scale)
         total = tl.sum(tl.sum(weights, 1), 0)
         if _is_nan_row(row_max, total, first, end, BOUNDS):
             _fill_nan(y, bounds, bits, mask, columns, start, start + WIDTH, MASK_COLUMN, BOUNDS, VISIBLE)
@@ -168,12 +160,7 @@ def _forward_chunks(
     totals = tl.zeros((1, CHUNK), tl.float32)
     weights = ()
     for n in tl.static_range(COUNT):
-        visible = True
-        if SIGN == 0:
-            visible = _visible(
-                bits, mask, column + n * CHUNK, column + n * CHUNK < high, first, end, MASK_COLUMN, True, VISIBLE
-            )
-        weight = _weights(scores[n], finite, visible, scale, SIGN)
+        weight = tl.exp2((scores[n] - finite) * scale)
         totals += weight
         weights = weights + (weight,)
     total = tl.sum(tl.sum(totals, 1), 0)
@@ -203,12 +190,10 @@ def _forward_long(
     for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
         exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
-        scores, visible = _scores(
-            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
-        )
+        scores, _ = _scores(x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "")
         new = tl.maximum(row_max, tl.max(tl.max(scores, 1), 0))
         finite = tl.where(new == float("-inf"), 0.0, new)  # so far the row may hold only -inf
-        weights = _weights(scores, finite, visible, scale, SIGN)
+        weights = tl.exp2((scores - finite) * scale)
         total = total * tl.where(row_max == float("-inf"), 0.0, tl.exp2((row_max - new) * scale))
         total += tl.sum(tl.sum(weights, 1), 0)
         row_max = new
@@ -220,14 +205,14 @@ def _forward_long(
         for n in range(n_chunks):
             column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
             exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
-            scores, visible = _scores(
+            scores, _ = _scores(
                 x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "evict_first"
             )
-            weights = _weights(scores, finite, visible, scale, SIGN) * factor
+            weights = tl.exp2((scores - finite) * scale) * factor
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=unspecialized("y", "x", "bounds", "bits", "mask"))
+@triton.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     y, x, bounds, bits, mask, scale,
     columns, n_rows, n_inner, n_blocks, n_one,

@@ -17,7 +17,7 @@ from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
 _LOG2_E = math.log2(math.e)
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # kernels treat smaller factors as 0
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller factors count as 0
 _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a row without limits that registers hold
 _MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
@@ -32,8 +32,9 @@ def forward(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
-    factor = abs(scale) * _LOG2_E
-    sign = 0 if factor < _SMALLEST_SCALE else 1 if scale > 0 else -1
+    factor, sign = abs(scale) * _LOG2_E, 1 if scale > 0 else -1
+    if factor < _SMALLEST_SCALE:
+        return forward(x * 0.0, bounds, bits, mask, visible, 1.0)
     tensors = y, x, bounds, bits, mask
     key = (*layouts_of(x, bounds, bits, mask), visible, sign, x.device.index)
     launch = _launches.get(key)

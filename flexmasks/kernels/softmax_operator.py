@@ -17,7 +17,6 @@ Triton kernels run both operators on a GPU in float16, bfloat16 and float32; pla
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def masked_softmax(
     if not is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _function().apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+        return _function(Softmax).apply(None, x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     return _forward(x, bounds, bits, mask, visible, scale)
 
 
@@ -89,49 +88,75 @@ _backward_op = define(
 
 # --- derivatives ---
 #
-# torch turns forward mode off inside a Function. Here it is turned on again: otherwise the outer ones of nested
-# transforms would treat the results as constants.
+# torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
+# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. So each
+# operator calls a Function for one transform after the other.
 
 
-class _OfSoftmax:
-    """Derivatives of the softmax."""
+@functools.cache
+def _function(derivatives: Any) -> Any:
+    """A Function of derivatives, made at its first use."""
+    return type(derivatives.__name__, (derivatives, compat.SingleLevelFunction), {})
+
+
+def _below_autograd(op: Any, keyset: Any, *args: Any) -> Tensor:
+    """Run an operator of which a Function has the derivatives.
+
+    torch turns forward mode off inside a Function. It is turned on again: otherwise the outer ones of nested transforms
+    would treat the results as constants.
+    """
+    with compat.below_autograd(), torch.enable_grad(), compat.forward_derivatives(True):
+        return op.redispatch(compat.after_autograd_keys & keyset, *args)  # type: ignore[no-any-return]
+
+
+class Softmax:
+    """The softmax and its derivatives; `keyset` is None where no transform is active."""
 
     @staticmethod
-    def saved(args: Sequence[Any], y: Tensor) -> tuple[Tensor | None, ...]:
-        _, bounds, *_ = args
-        return y, bounds
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
+        _, bounds, *_, ctx.scale = args
+        if keyset is None:
+            y = _forward(*args)
+        else:
+            y = _below_autograd(_forward_op, keyset, *args)
+            ctx.save_for_forward(y, bounds)
+        ctx.save_for_backward(y, bounds)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, bounds = ctx.saved_tensors
-        return _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
+        return None, _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, _: None, dx: Tensor, *__: None) -> Tensor:
         y, bounds = ctx.saved_tensors
         with compat.forward_derivatives(True):
             return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
 
 
-class _OfSoftmaxBackward:
-    """Derivatives of the backward operator."""
+class SoftmaxGradient:
+    """The backward operator and its derivatives."""
 
     @staticmethod
-    def saved(args: Sequence[Any], dx: Tensor) -> tuple[Tensor | None, ...]:
-        dy, y, bounds, _ = args
-        return dy, y, bounds
+    def forward(ctx: Any, keyset: Any, dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+        dx = _below_autograd(_backward_op, keyset, dy, y, bounds, scale)
+        ctx.save_for_backward(dy, y, bounds)
+        ctx.save_for_forward(dy, y, bounds)
+        ctx.scale = scale
+        return dx
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         dy, y, bounds = ctx.saved_tensors
-        d_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return d_dy, None, None, None
+        d_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[2]:
+            return None, d_dy, None, None, None
         d_y = over_visible(lambda y, d, dy: ctx.scale * (d * (dy - row_dot(y, dy)) - dy * row_dot(d, y)), y, d, dy)
-        return d_dy, d_y, None, None
+        return None, d_dy, d_y, None, None
 
     @staticmethod
-    def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
+    def jvp(ctx: Any, _: None, d_dy: Tensor | None, d_y: Tensor | None, *__: None) -> Tensor:
         dy, y, bounds = ctx.saved_tensors
         with compat.forward_derivatives(True):
             dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # level 0 is the only one
@@ -143,54 +168,13 @@ class _OfSoftmaxBackward:
             )
 
 
-@functools.cache
-def _function() -> Any:
-    """The Function of the softmax where no transform is active."""
-
-    class Softmax(_OfSoftmax, compat.SingleLevelFunction):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
-            y = _forward(*args)
-            ctx.save_for_backward(*_OfSoftmax.saved(args, y))
-            ctx.scale = args[-1]
-            return y
-
-    return Softmax
-
-
 # --- registration ---
-#
-# torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
-# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. So
-# `_register` calls a Function for one transform after the other.
 
 
 def _register(op: Any, derivatives: Any) -> None:
-    @functools.cache
-    def function() -> Any:
-        class Dispatched(derivatives, compat.SingleLevelFunction):
-            """The derivatives around a call of the operator below autograd."""
-
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Tensor:
-                *op_args, keyset = args
-                with compat.below_autograd(), torch.enable_grad(), compat.forward_derivatives(True):
-                    y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
-                saved = derivatives.saved(op_args, y)
-                ctx.save_for_backward(*saved)
-                ctx.save_for_forward(*saved)
-                ctx.scale = op_args[-1]
-                return y
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return *derivatives.backward(ctx, *grads), None
-
-        return Dispatched
-
     def autograd(keyset: Any, *args: Any) -> Any:
         with compat.single_level_autograd():
-            return function().apply(*args, keyset)
+            return _function(derivatives).apply(keyset, *args)
 
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         return op(*_batched(info.batch_size, in_dims, args)), 0
@@ -216,5 +200,5 @@ def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list
     return batched
 
 
-_register(_forward_op, _OfSoftmax)
-_register(_backward_op, _OfSoftmaxBackward)
+_register(_forward_op, Softmax)
+_register(_backward_op, SoftmaxGradient)

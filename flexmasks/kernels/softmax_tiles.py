@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexmasks.kernels.launches import names_of_strides
 
-def unspecialized(*tensors: str) -> list[str]:
-    """The sizes and strides among a kernel's parameters: if specialized, each value would compile another kernel."""
-    sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
-    return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
+NUMBERS = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
+NUMBERS += names_of_strides("x y dx dy bounds bits mask", "row inner one two")
 
 
 @triton.jit

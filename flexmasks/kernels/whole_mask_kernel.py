@@ -19,17 +19,12 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels import whole_mask
+from flexmasks.kernels.launches import names_of_strides
 
 _TILE: tl.constexpr = tl.constexpr(whole_mask.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_NUMBERS = (
-    "queries", "keys", "heads", "blocks", "span_count", "share", "members", "each", "parts",
-    "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key", "v_batch", "v_head", "v_key",
-    "out_batch", "out_head", "out_query", "d_out_batch", "d_out_head", "d_out_query",
-    "d_q_batch", "d_q_head", "d_q_query", "d_k_batch", "d_k_head", "d_k_key", "d_v_batch", "d_v_head", "d_v_key",
-    "visible_batch", "visible_head", "visible_query", "span_batch", "span_head",
-    "weight_batch", "weight_head", "weight_query", "bias_batch", "bias_head", "bias_query", "shift",
-)  # fmt: skip
+_NUMBERS = ["queries", "keys", "heads", "blocks", "span_count", "share", "members", "each", "parts", "shift"]
+_NUMBERS += names_of_strides("q k v out d_out d_q d_k d_v visible span weight bias", "batch head query key")
 _ABSOLUTE: tl.constexpr = tl.constexpr(whole_mask.ABSOLUTE)
 
 

@@ -12,15 +12,15 @@ from flexmasks.cache import Launches
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
+    Numbers,
     Tensors,
     compiled,
     dot_type,
-    grain_of,
-    is_aligned,
     layouts_of,
     new,
     strides_of,
     width_of,
+    with_grain,
 )
 from flexmasks.kernels.whole_mask import ABSOLUTE, NO_LINE, SIGNED, TILE, Line, WholeMask
 from flexmasks.kernels.whole_mask_kernel import (
@@ -37,7 +37,7 @@ _LONGEST_BLOCK = 128  # queries or keys that a program takes
 _SMALL_HEAD = 64
 _PROGRAMS = 1024  # of the gradient of a bias, about: a GPU's processors take several each
 _FEW = 8  # batch elements that share a bias, below which no program goes over them
-_kernels: Launches[Kernels | OneTileKernels] = Launches("whole_mask")
+_kernels: Launches[Kernels] = Launches("whole_mask")
 
 
 class Tiles(NamedTuple):
@@ -71,12 +71,12 @@ _TILES = {
 _OF_TILES = {"forward": (4, 3, 1056), "gradients": (4, 2, 528)}
 
 
-def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels | OneTileKernels:
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
     key = (q.device.index, mask.is_wide, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
     if kernels is None:
-        kernels = OneTileKernels() if _is_one_tile(q, k, v, mask) else Kernels()
+        kernels = Kernels(_is_one_tile(q, k, v, mask))
         _kernels.keep(key, kernels)
     return kernels
 
@@ -93,9 +93,8 @@ def _is_one_tile(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> bool:
     return is_small and mask.bias.shape[1:3] == q.shape[1:3] and _share_of(q, mask) >= _FEW
 
 
-def _numbers(mask: WholeMask) -> tuple[float, float, float, int]:
-    slope, start, shift, _ = mask.line or _NOTHING
-    return mask.scale, slope, start, shift
+def _numbers(mask: WholeMask) -> Numbers:
+    return mask.scale, *(mask.line or _NOTHING)[:3]
 
 
 class Kernels:
@@ -108,102 +107,70 @@ class Kernels:
     pass q, k and v must be finite where something is hidden.
     """
 
-    def __init__(self) -> None:
-        self._forward: Launch | None = None
-        self._backward: dict[Hashable, tuple[Launch, Launch]] = {}
-        self._bias: dict[Hashable, Launch] = {}
+    def __init__(self, is_one_tile: bool) -> None:
+        self._is_one_tile = is_one_tile
+        self._launches: dict[Hashable, Launch] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
         out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse = new(q.shape[:3], torch.float32, q.device)
-        tensors = out, lse, q, k, v, mask.visible, mask.key_spans, mask.weight, mask.bias
+        tensors: Tensors
         with on(q.device):
-            if self._forward is None:
-                self._forward = _launch_of("forward", forward_kernel, tensors, mask, (q, k, v, out))
-            self._forward(tensors, _numbers(mask))
+            if self._is_one_tile:
+                tensors = out, lse, q, k, v, mask.visible, mask.bias
+                self._run("forward", forward_of_tiles_kernel, tensors, (mask.scale,), mask, (q, k, v, out))
+            else:
+                tensors = out, lse, q, k, v, mask.visible, mask.key_spans, mask.weight, mask.bias
+                self._run("forward", forward_kernel, tensors, _numbers(mask), mask, (q, k, v, out))
         return out, lse
 
     def backward(
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: WholeMask, learns: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The gradients of q, k and v, and of a bias that learns, given those of output and lse."""
-        d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
-        numbers, added = _numbers(mask), (mask.weight, mask.bias)
-        for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, mask.visible, mask.key_spans, *added
-        for_keys = d_k, d_v, deltas, d_out, lse, q, k, v, mask.visible, mask.query_spans, *added
-        key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse)
-        with on(q.device):
-            launches = self._backward.get(key)
-            if launches is None:
-                rows = q, k, v, out, d_out, d_q
-                launches = (
-                    _launch_of("query", query_gradient_kernel, for_query, mask, rows),
-                    _launch_of("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
-                )
-                self._backward[key] = launches
-            launches[0](for_query, numbers)
-            launches[1](for_keys, numbers)
-            if not learns:
-                return d_q, d_k, d_v
-            return d_q, d_k, d_v, self._of_bias(key, deltas, d_out, q, k, v, lse, mask)
-
-    def _of_bias(
-        self, key: Hashable, deltas: Tensor, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        mask: WholeMask,
-    ) -> Tensor:  # fmt: skip
-        """The gradient of the bias, summed over all that share it in an order that is always the same."""
-        bias = cast(Tensor, mask.bias)
-        parts = _parts_of(q, mask)
-        sums = new((parts, *bias.shape), torch.float32, q.device)
-        tensors = sums, deltas, d_out, lse, q, k, v, mask.visible, mask.key_spans, None, bias
-        launch = self._bias.get(key)
-        if launch is None:
-            launch = _launch_of("bias", bias_gradient_kernel, tensors, mask, (q, k, v, d_out), parts)
-            self._bias[key] = launch
-        launch(tensors, _numbers(mask))
-        return (sums[0] if parts == 1 else sums.sum(0)).to(bias.dtype)
-
-
-class OneTileKernels:
-    """The kernels for q, k, v and a mask of the same layouts, where all pairs of a head are one tile."""
-
-    def __init__(self) -> None:
-        self._forward: Launch | None = None
-        self._backward: dict[Hashable, Launch] = {}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
-        out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = new(q.shape[:3], torch.float32, q.device)
-        tensors = out, lse, q, k, v, mask.visible, mask.bias
-        with on(q.device):
-            if self._forward is None:
-                rows = q, k, v, out
-                self._forward = _launch_of_tiles("forward", forward_of_tiles_kernel, tensors, mask, rows)
-            self._forward(tensors, (mask.scale,))
-        return out, lse
-
-    def backward(
-        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        mask: WholeMask, learns: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The gradients of q, k and v, and of a bias that learns, given those of output and lse."""
+        """The gradients of q, k and v, and of a bias that learns, given those of output and lse. The gradient of the
+        bias is summed over all that share it in an order that is always the same.
+        """
         d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
-        bias, sums = cast(Tensor, mask.bias), None
-        if learns:
-            sums = new((_parts_of_tiles("gradients", q, mask)[0], *bias.shape), torch.float32, q.device)
-        tensors = sums, d_q, d_k, d_v, d_out, d_lse, out, lse, q, k, v, mask.visible, bias
-        key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse), learns
+        visible, key_spans, query_spans, weight, bias, *_ = mask
+        layout = d_out.stride(), d_out.data_ptr() % 16, None if d_lse is None else d_lse.data_ptr() % 16
+        tensors: Tensors
+        sums = None
+        if bias is not None and learns:
+            parts = _parts_of_tiles("gradients", q, mask)[0] if self._is_one_tile else _parts_of(q, mask)
+            sums = new((parts, *bias.shape), torch.float32, q.device)
         with on(q.device):
-            launch = self._backward.get(key)
-            if launch is None:
+            if self._is_one_tile:
+                tensors = sums, d_q, d_k, d_v, d_out, d_lse, out, lse, q, k, v, visible, bias
                 rows = q, k, v, out, d_out, d_q, d_k, d_v
-                launch = _launch_of_tiles("gradients", gradients_of_tiles_kernel, tensors, mask, rows)
-                self._backward[key] = launch
-            launch(tensors, (mask.scale,))
-            return (d_q, d_k, d_v) if sums is None else (d_q, d_k, d_v, sums.sum(0).to(bias.dtype))
+                self._run("gradients", gradients_of_tiles_kernel, tensors, (mask.scale,), mask, rows, (layout, learns))
+            else:
+                deltas, numbers = torch.empty_like(lse), _numbers(mask)
+                tensors = d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, weight, bias
+                self._run("query", query_gradient_kernel, tensors, numbers, mask, (q, k, v, out, d_out, d_q), layout)
+                tensors = d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, weight, bias
+                self._run("key", key_gradients_kernel, tensors, numbers, mask, (q, k, v, d_out, d_k, d_v), layout)
+                if sums is not None:
+                    tensors = sums, deltas, d_out, lse, q, k, v, visible, key_spans, weight, bias
+                    self._run("bias", bias_gradient_kernel, tensors, numbers, mask, (q, k, v, d_out), layout)
+            if bias is None or sums is None:
+                return d_q, d_k, d_v
+            return d_q, d_k, d_v, (sums[0] if len(sums) == 1 else sums.sum(0)).to(bias.dtype)
+
+    def _run(
+        self, name: str, kernel: Any, tensors: Tensors, numbers: Numbers, mask: WholeMask,
+        with_rows: Sequence[Tensor], layout: Hashable = None,
+    ) -> None:  # fmt: skip
+        """Run a kernel, compiled first for tensors of a new layout.
+
+        with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
+        """
+        launch = self._launches.get((name, layout))
+        if launch is None:
+            compile_kernel = _compiled_for_tiles if self._is_one_tile else _compiled
+            launch = self._launches[name, layout] = compile_kernel(name, kernel, tensors, numbers, mask, with_rows)
+        launch(tensors, numbers)
 
 
 def _parts_of_tiles(name: str, q: Tensor, mask: WholeMask) -> tuple[int, int]:
@@ -214,28 +181,24 @@ def _parts_of_tiles(name: str, q: Tensor, mask: WholeMask) -> tuple[int, int]:
     return -(-share // each), each
 
 
-def _launch_of_tiles(name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor]) -> Launch:
-    """Compile a kernel of one tile for tensors like these; `with_rows` as in `_launch_of`."""
+def _compiled_for_tiles(
+    name: str, kernel: Any, tensors: Tensors, numbers: Numbers, mask: WholeMask, with_rows: Sequence[Tensor]
+) -> Launch:
     q, k, v = with_rows[:3]
     bias, visible = cast(Tensor, mask.bias), mask.visible
     warps, stages, _ = _OF_TILES[name]
     parts, each = _parts_of_tiles(name, q, mask)
-    row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
-    bias_strides = strides_of(bias, 3)
-    mask_strides = strides_of(visible, 3)
-    grain, mask_grain, bias_grain = map(grain_of, (row_strides, mask_strides, bias_strides))
-    numbers = (
-        *(q.shape[2], k.shape[2], q.shape[1], _share_of(q, mask), parts, each),
-        *(stride // grain for stride in row_strides),
-        *(stride // mask_grain for stride in mask_strides), *(stride // bias_grain for stride in bias_strides),
-    )  # fmt: skip
+    grain, row_strides = with_grain([stride for x in with_rows for stride in strides_of(x, 3)])
+    mask_grain, mask_strides = with_grain(strides_of(visible, 3))
+    bias_grain, bias_strides = with_grain(strides_of(bias, 3))
+    sizes = q.shape[2], k.shape[2], q.shape[1], _share_of(q, mask), parts, each
     constants = (
         *(width_of(q.shape[2]), width_of(k.shape[2]), stages, q.shape[3], v.shape[3]),
         *(width_of(q.shape[3]), width_of(v.shape[3]), grain, mask_grain, bias_grain),
         *(dot_type(q.dtype, kernel), visible.shape[0] == 1),
     )
-    programs = parts * bias.shape[:2].numel()
-    return compiled(kernel, programs, warps, tensors, (mask.scale,), (*numbers, *constants))
+    fixed = *sizes, *row_strides, *mask_strides, *bias_strides, *constants
+    return compiled(kernel, parts * bias.shape[:2].numel(), warps, tensors, numbers, fixed)
 
 
 def _share_of(q: Tensor, mask: WholeMask) -> int:
@@ -257,13 +220,9 @@ def _parts_of(q: Tensor, mask: WholeMask) -> int:
     return -(-_members_of(q, mask) // each)
 
 
-def _launch_of(
-    name: str, kernel: Any, tensors: Tensors, mask: WholeMask, with_rows: Sequence[Tensor], parts: int = 1
+def _compiled(
+    name: str, kernel: Any, tensors: Tensors, numbers: Numbers, mask: WholeMask, with_rows: Sequence[Tensor]
 ) -> Launch:
-    """Compile a kernel for tensors like these.
-
-    with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
-    """
     q, k, v = with_rows[:3]
     (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
     widths = width_of(k_size), width_of(v_size)
@@ -271,27 +230,24 @@ def _launch_of(
     spans = mask.query_spans if name == "key" else mask.key_spans
     blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
     programs = batch * (key_heads if name == "key" else heads) * blocks
-    of_bias: tuple[Any, ...] = ()
+    members: tuple[int, ...] = ()
+    of_bias: tuple[bool, ...] = ()
     if name == "bias" and mask.bias is not None:
         groups, bias_heads, rows = mask.bias.shape[:3]
         blocks = (1 if rows == 1 else blocks) * -(-keys // tiles.keys)
+        parts = _parts_of(q, mask)
         programs = parts * groups * bias_heads * blocks
+        members = _members_of(q, mask), -(-_members_of(q, mask) // parts)
         of_bias = bias_heads == 1, rows == 1
-    row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
-    mask_strides = strides_of(mask.visible, 3)
-    bias_strides = strides_of(mask.bias, 3)
-    grain, mask_grain, bias_grain = map(grain_of, (row_strides, mask_strides, bias_strides))
-    numbers = (
-        *(queries, keys, heads, blocks, spans.shape[2], _share_of(q, mask)),
-        *((_members_of(q, mask), -(-_members_of(q, mask) // parts)) if name == "bias" else ()),
-        *(stride // grain for stride in row_strides),
-        *(stride // mask_grain for stride in mask_strides),
-        *strides_of(spans, 2), *strides_of(mask.weight, 3), *(stride // bias_grain for stride in bias_strides),
-    )  # fmt: skip
+    grain, row_strides = with_grain([stride for x in with_rows for stride in strides_of(x, 3)])
+    mask_grain, mask_strides = with_grain(strides_of(mask.visible, 3))
+    bias_grain, bias_strides = with_grain(strides_of(mask.bias, 3))
+    sizes = queries, keys, heads, blocks, spans.shape[2], _share_of(q, mask), *members
+    strides = *row_strides, *mask_strides, *strides_of(spans, 2), *strides_of(mask.weight, 3), *bias_strides
     is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
     constants = (
         *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
         *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
         *(mask.visible.shape[2] == 1, bias_grain, mask.is_wide, *of_bias),
     )
-    return compiled(kernel, programs, tiles.warps, tensors, _numbers(mask), (*numbers, *constants))
+    return compiled(kernel, programs, tiles.warps, tensors, numbers, (*sizes, *strides, *constants))
