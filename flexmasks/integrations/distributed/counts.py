@@ -51,6 +51,12 @@ def merged(parts: Sequence[tuple[int, int]]) -> Parts:
     return tuple(result)
 
 
+def cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """A part as `count` parts, cut as torch.chunk cuts; the last ones may be shorter, or empty."""
+    size = -(-(stop - start) // count)
+    return [(min(start + i * size, stop), min(start + (i + 1) * size, stop)) for i in range(count)]
+
+
 def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
     """The parts of processes that hold a sequence one after the other."""
     stops = itertools.accumulate(lengths)

@@ -355,17 +355,15 @@ def _width(place: slice) -> int:
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
-    """Return parts of a sequence, which lie one after the other along `dim`, in their natural order."""
-    if are_ascending(parts):
-        return x
-    pieces = x.split([stop - start for start, stop in parts], dim)
-    return torch.cat([pieces[i] for i in sorted(range(len(parts)), key=lambda i: parts[i])], dim)
+    """Parts of a sequence, which lie one after the other along `dim`, in their natural order."""
+    return x if are_ascending(parts) else _in_order(x, parts, sorted(parts), dim)
 
 
 def rearranged(x: Tensor, parts: Parts) -> Tensor:
     """A sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
-    if are_ascending(parts):
-        return x
-    order = sorted(range(len(parts)), key=lambda i: parts[i])
-    pieces = x.split([parts[i][1] - parts[i][0] for i in order], 2)
-    return torch.cat([pieces[order.index(i)] for i in range(len(parts))], 2)
+    return x if are_ascending(parts) else _in_order(x, sorted(parts), parts, 2)
+
+
+def _in_order(x: Tensor, parts: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    pieces = dict(zip(parts, x.split([stop - start for start, stop in parts], dim), strict=True))
+    return torch.cat([pieces[part] for part in wanted], dim)
