@@ -26,7 +26,6 @@ Parts = tuple[tuple[int, int], ...]  # parts of a sequence, (start, stop), ascen
 
 
 def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error whose message begins with the call."""
     raise error(f"{WHERE}.{call}: {message}")
 
 
