@@ -138,8 +138,7 @@ class TreeBatch:
         else:
             found = torch.cat(list(_in_parts(states, parents, targets, head)))
         pairs = found.new_zeros(self.tokens.numel()).index_put((children,), found)
-        of_all = pairs.index_select(0, self._flat).split([len(p) for _, p in self.places])
-        return [x[1:] for x in of_all]
+        return [x[1:] for x in self.gather(pairs.view_as(self.tokens))]
 
     @says_what_to_write()
     def pages(self, page_size: int, *, room: int = 0) -> TreePages:

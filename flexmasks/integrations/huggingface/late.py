@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, trees
 from flexmasks.attention import dense_mask
-from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.blocks.elements import over_indices
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.planning import Plan
@@ -265,15 +265,11 @@ class _Step(NamedTuple):
 
     def visible(self) -> Tensor:
         """All values of the function, bool [batch, 1, queries, keys]."""
-        function = self.function
         batch, heads, q, kv = (torch.arange(n, device=self.device) for n in self.shape)
         q, kv = q + self.q_offset, kv + self.kv_offset
         if self.use_vmap:
-            for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-                function = torch.vmap(function, in_dims=axes)
-            visible: Tensor = with_indexing_by_numbers(function)(batch, heads, q, kv)
-            return visible
-        visible = function(batch[:, None, None, None], heads[:, None, None], q[:, None], kv)
+            return over_indices(self.function)(batch, heads, q, kv)
+        visible: Tensor = self.function(batch[:, None, None, None], heads[:, None, None], q[:, None], kv)
         return visible.expand(self.shape)
 
 
