@@ -101,8 +101,9 @@ def run_varlen(
     if offsets is None:
         fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
+        _check_given(kv_offsets, page_table, kv_lens)
         with under_autocast(q, k, v) as (q, k, v):
-            return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+            return _run_mixed(q, offsets, _Cache(k, v, page_table, kv_lens), request)
     check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
@@ -242,25 +243,14 @@ def _check_given(kv_offsets: Any, page_table: Tensor | None, kv_lens: Tensor | N
 
 
 @unseen
-def _run_mixed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    offsets: Any,
-    kv_offsets: Any,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    request: Request,
-) -> tuple[Tensor, Tensor | None]:
+def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
-    _check_given(kv_offsets, page_table, kv_lens)
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
     starts = sequence_offsets("offsets", offsets, q.device)
-    cache = _Cache(k_cache, v_cache, page_table, kv_lens)
     check_cache(VARLEN, q, *cache, len(starts) - 1)
     if request.q_offset is not None:
-        check_offset(VARLEN, request.q_offset, len(kv_lens), q.device)
+        check_offset(VARLEN, request.q_offset, len(cache.kv_lens), q.device)
     request = _with_values(request)
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
@@ -275,16 +265,16 @@ def _run_mixed(
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
-        own_out, own_lse = _run_paged(own_q, _Cache(k_cache, v_cache, rows.page_table, rows.kv_lens), own)
+        own_out, own_lse = _run_paged(own_q, _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens), own)
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
-        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], k_cache[:0], v_cache[:0], learned_by(inner.score))
+        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], cache.k[:0], cache.v[:0], learned_by(inner.score))
         outs.append(own_out[0].transpose(0, 1))
         lses.append(own_lse[0])
     # The last place is that of queries of no sequence.
-    outs.append(outs[0].new_zeros(1, q.shape[1], v_cache.shape[3]))
+    outs.append(outs[0].new_zeros(1, q.shape[1], cache.v.shape[3]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
