@@ -50,14 +50,11 @@ class Tiles(NamedTuple):
 
     def put(self, x: Tensor, dim: int) -> Tensor:
         """Return a tensor with its tokens, the dimension `dim`, in tiles."""
-        axes = zip(self._counts(), self.tile, self.groups, strict=True)
-        return _permuted(x, dim, [n for axis in axes for n in axis], self._places())
+        return _permuted(x, dim, *self._parts())
 
     def back(self, x: Tensor, dim: int) -> Tensor:
         """Return a tensor with its tokens in rows again."""
-        places = self._places()
-        rows = [places.index(n) for n in range(len(places))]
-        return _permuted(x, dim, [*self.groups, *self._counts(), *self.tile], rows)
+        return _permuted(x, dim, *_inverse(*self._parts()))
 
     def order(self, device: torch.device) -> Tensor:
         """Return the pixel of each token, as the functions of flexmasks.orders do.
@@ -65,34 +62,37 @@ class Tiles(NamedTuple):
         Calls get the same tensor again, so that their plans are found again, except while a CUDA graph is captured.
         """
         pixels = math.prod(self.canvas)
-        made = None if compat.is_compiling() else _ORDERS.get((self, device))
-        if made is not None:
-            return made
         if compat.is_compiling():
             return self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
-        with compat.without_dispatch_modes(), outside_transforms(()), torch.no_grad():
-            made = self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
-        if not is_captured(device):
-            _ORDERS.put((self, device), (), made, made.nbytes)
+        made = _ORDERS.get((self, device))
+        if made is None:
+            with compat.without_dispatch_modes(), outside_transforms(()), torch.no_grad():
+                made = self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
+            if not is_captured(device):
+                _ORDERS.put((self, device), (), made, made.nbytes)
         return made
 
     def __str__(self) -> str:
-        """Return the tile in words."""
         apart = "" if max(self.groups) == 1 else f" of every {' x '.join(map(str, self.groups))}th pixel"
         return f"tiles of {' x '.join(map(str, self.tile))} pixels{apart}"
 
-    def _counts(self) -> list[int]:
-        return [n // (t * g) for n, t, g in zip(self.canvas, self.tile, self.groups, strict=True)]
+    def _parts(self) -> tuple[list[int], list[int]]:
+        """Return the sizes of the parts of all axes, and these parts in the order of tiles.
 
-    def _places(self) -> list[int]:
-        """Return the parts of all axes in the order of tiles.
-
-        These are groups, numbers of tiles, and pixels in a tile. In rows the parts of an axis are number, pixel, group.
+        In rows the parts of an axis are the number of a tile, a pixel in it, and a group. In tiles the groups of all
+        axes come first, then the numbers, then the pixels.
         """
-        return [3 * axis + part for part in (2, 0, 1) for axis in range(len(self.canvas))]
+        axes = zip(self.canvas, self.tile, self.groups, strict=True)
+        sizes = [n for length, tile, groups in axes for n in (length // (tile * groups), tile, groups)]
+        return sizes, [3 * axis + part for part in (2, 0, 1) for axis in range(len(self.canvas))]
 
 
 # --- the way of tokens ---
+
+
+def _inverse(sizes: Sequence[int], places: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return sizes and places by which `_permuted` takes the way back."""
+    return [sizes[n] for n in places], [places.index(n) for n in range(len(places))]
 
 
 def _permuted(x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) -> Tensor:
@@ -118,8 +118,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) -> Tensor:
-        back = [places.index(n) for n in range(len(places))]
-        ctx.back = dim, [sizes[n] for n in places], back
+        ctx.back = dim, *_inverse(sizes, places)
         return _permuted(x, dim, sizes, places)
 
     @staticmethod
@@ -254,7 +253,6 @@ class _Axis(NamedTuple):
 
 
 def _axes(mask: Mask) -> list[_Axis]:
-    """Return the axes of a mask in row-major order."""
     if mask.name == "sasa":
         given = mask.params
         each = zip((given["height"], given["width"]), pair(given["window"]), strict=True)

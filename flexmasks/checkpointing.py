@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexmasks import compat
 
@@ -36,7 +35,6 @@ def unseen_by_checkpointing() -> Iterator[None]:
 
 
 def is_unseen_by_checkpointing() -> bool:
-    """Return whether this code runs in `unseen_by_checkpointing`."""
     return bool(_LEFT.get())
 
 
@@ -74,7 +72,7 @@ def beside_saved_tensors_hooks() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x))
         yield
 
 
@@ -88,7 +86,3 @@ def saves_by_hooks() -> bool:
             return False
     except RuntimeError:
         return True
-
-
-def _kept(x: Tensor) -> Tensor:
-    return x

@@ -73,5 +73,4 @@ def cannot_read(error: BaseException) -> bool:
 
 
 def cannot_write(error: BaseException) -> bool:
-    """Return whether an error comes from a file or folder that cannot be written."""
     return any(isinstance(e, OSError) and e.errno in _CANNOT_WRITE for e in causes(error))

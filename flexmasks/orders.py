@@ -62,13 +62,13 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     _check_axes(canvas=canvas)
-    if not canvas or min(canvas) < 1 or sum((n - 1).bit_length() for n in canvas) > 62:
+    bits = [(n - 1).bit_length() for n in canvas]
+    if not canvas or min(canvas) < 1 or sum(bits) > 62:
         raise ValueError(
             f"flexmasks: `canvas` must have axes of at least 1, and fewer than 2**62 pixels, got {canvas}."
         )
     axes = coordinates(torch.arange(math.prod(canvas)), canvas)
     code = torch.zeros_like(axes[0])
-    bits = [(n - 1).bit_length() for n in canvas]
     place = 0
     for bit in range(max(bits)):
         for axis, count in zip(reversed(axes), reversed(bits), strict=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,13 +54,31 @@ from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
-_log = logging.getLogger("flexmasks")
-_OF_PAGES = 2
 _CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
 _GATHERS_ON = ("cpu",)
 _FA4_ON = ("cuda",)
 _OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
 _LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches, and of pages that are copied
+
+
+class _Cache(NamedTuple):
+    """A paged cache, see `paged_attention`."""
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+
+    @property
+    def room(self) -> int:
+        """The number of keys that a sequence may have."""
+        return self.page_table.shape[1] * self.k.shape[1]
+
+    def check_values(self, q: Tensor) -> None:
+        """Raise ValueError for pages and lengths that cannot be."""
+        n_pages, page_size = self.k.shape[:2]
+        pages = paged(get_mask("full"), self.page_table, self.kv_lens, page_size)
+        pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
 
 
 def run_varlen(
@@ -84,8 +101,9 @@ def run_varlen(
     if offsets is None:
         fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
+        _check_given(kv_offsets, page_table, kv_lens)
         with under_autocast(q, k, v) as (q, k, v):
-            return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+            return _run_mixed(q, offsets, _Cache(k, v, page_table, kv_lens), request)
     check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
@@ -96,6 +114,7 @@ def run_varlen(
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
+@unseen
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
@@ -104,40 +123,44 @@ def run_paged(
     A q_offset of None means that the queries are the last ones of each sequence.
     """
     with under_autocast(q, k_cache, v_cache) as (q, k_cache, v_cache):
-        return _run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
-
-
-@unseen
-def _run_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Tensor, Tensor | None]:
-    request = _with_offset(PAGED, request)
-    if request.sink_logits is not None:
+        cache, request = _Cache(k_cache, v_cache, page_table, kv_lens), _with_offset(PAGED, request)
+        if request.sink_logits is None:
+            return _run_paged(q, cache, request)
         check_sinks(q, request.sink_logits)
         sinks, request = sinks_of(request)
-        without = request._replace(sink_logits=None)
-        return with_sinks_of(Result(*_run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
-    known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    result = None if known is None else run_again(*known, q, k_cache, v_cache)
-    if result is not None:
-        return result
-    check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
-    return _run_pages(q, k_cache, v_cache, page_table, kv_lens, _with_values(request), known)
+        return with_sinks_of(Result(*_run_paged(q, cache, request._replace(sink_logits=None))), sinks)
 
 
-def _key_of_pages(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
-) -> tuple[Hashable, list[Tensor]] | None:
+def _run_paged(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call with pages and without sinks, see `run_paged`."""
+    known = _key_of_pages(q, cache, request)
+    again = None if known is None else run_again(*known, q, cache.k, cache.v)
+    if again is not None:
+        return again
+    check_cache(PAGED, q, *cache)
+    request = _with_values(request)
+    if _may_read_pages(q, cache, request):
+        ran = _run_in_pages(q, cache, request)
+        if ran is not None:
+            result, planned = ran
+            if known is not None and result.replay is not None:
+                keep(*known, result.replay, planned)
+            return result.out, result.lse
+    return _run_without_pages(q, cache, request)
+
+
+def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Hashable, list[Tensor]] | None:
     """Return key and tensors of a decoding call with pages, or None if it cannot be cached.
 
     The last two tensors are kv_lens and the page table.
     """
     if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         return None
-    if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
+    table, lens = cache.page_table, cache.kv_lens
+    if not type(q) is type(table) is type(lens) is Tensor or vars(table) or vars(lens):
         return None
-    known = None if is_captured(q.device) else key_and_tensors(q, k_cache, v_cache, request)
-    return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
+    known = None if is_captured(q.device) else key_and_tensors(q, cache.k, cache.v, request)
+    return None if known is None else (("pages", known[0]), [*known[1], lens, table])
 
 
 def _with_offset(call: str, request: Request) -> Request:
@@ -153,52 +176,25 @@ def _with_values(request: Request) -> Request:
     return request._replace(mask=get_mask("full") if mask is None else mask, score=score, params={})
 
 
-def _run_pages(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    request: Request,
-    known: tuple[Hashable, list[Tensor]] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a checked call with pages.
-
-    A q_offset of None means that the queries are the last ones of each sequence.
-
-    known: the call's key and tensors, if a replay may be kept.
-    """
-    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
-        ran = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-        if ran is not None:
-            result, planned = ran
-            if known is not None and result.replay is not None:
-                keep(*known, result.replay, planned)
-            return result.out, result.lse
-    return _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-
-
-def _run_without_pages(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Tensor, Tensor | None]:
+def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a checked call whose kernel reads no pages."""
     if request.q_offset is None:
-        request = request._replace(q_offset=_kept_offset_of_last(kv_lens, q.shape[2]))
-    if _may_gather_pages(q, k_cache, v_cache):
-        return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
-    page_size = k_cache.shape[1]
-    mask = paged(request.mask, page_table, kv_lens, page_size)
-    score = None if request.score is None else paged(request.score, page_table, kv_lens, page_size)
-    k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
-    return run(q, k, v, request._replace(mask=mask, score=score))
+        request = request._replace(q_offset=_kept_offset_of_last(cache.kv_lens, q.shape[2]))
+    if _may_gather_pages(q, cache):
+        return _run_gathered(q, cache, request)
+    pages = cache.page_table, cache.kv_lens, cache.k.shape[1]
+    score = None if request.score is None else paged(request.score, *pages)
+    # All slots, for every batch element: [B, Hkv, slots, D].
+    k, v = (x.flatten(0, 1).transpose(0, 1).expand(q.shape[0], -1, -1, -1) for x in (cache.k, cache.v))
+    return run(q, k, v, request._replace(mask=paged(request.mask, *pages), score=score))
 
 
-def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+def _may_gather_pages(q: Tensor, cache: _Cache) -> bool:
     """Return whether the pages of each sequence are copied to a place of their own.
 
     There, blocks have keys of one sequence. Gradients of such copies would take more memory than the copies.
     """
-    tensors = q, k_cache, v_cache
+    tensors = q, cache.k, cache.v
     if q.device.type not in _GATHERS_ON or compat.is_compiling() or not all(type(x) is Tensor for x in tensors):
         return False
     return not (
@@ -206,30 +202,28 @@ def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     )
 
 
-def _run_gathered(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Tensor, Tensor | None]:
+def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call whose pages are copied.
 
     Copies of a few sequences at a time bound the memory.
     """
     starts = cast(int | Tensor, request.q_offset)
-    given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
-    larger = max(k_cache, v_cache, key=lambda cache: cache.shape[3])
+    given = [cache.page_table, cache.kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
+    larger = max(cache.k, cache.v, key=lambda x: x.shape[3])
     key = "gathered", q.shape[2], larger.shape, larger.dtype, starts if isinstance(starts, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
     if parts is None:
-        _check_pages(q, k_cache, page_table, kv_lens)
-        parts = parts_of(page_table, kv_lens, starts, q.shape[2], larger)
+        cache.check_values(q)
+        parts = parts_of(cache.page_table, cache.kv_lens, starts, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
-        own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
-        return run(q, parts[0].gathered(k_cache), parts[0].gathered(v_cache), own)
+        own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
+        return run(q, parts[0].gathered(cache.k), parts[0].gathered(cache.v), own)
     results = []
     for part in parts:
         own = _of_rows(request, part.sequences, part.firsts, part.lasts)
         own = own._replace(mask=own.mask & get_mask("padding", seq_lens=part.kv_lens), q_offset=part.q_offset)
-        results.append(run(q[part.batch], part.gathered(k_cache), part.gathered(v_cache), own))
+        results.append(run(q[part.batch], part.gathered(cache.k), part.gathered(cache.v), own))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(lses) if request.return_lse else None
 
@@ -240,14 +234,7 @@ def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor)
     return request._replace(mask=mask, score=score)
 
 
-def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
-    n_pages, page_size = k_cache.shape[:2]
-    pages = paged(get_mask("full"), page_table, kv_lens, page_size)
-    pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
-
-
 def _check_given(kv_offsets: Any, page_table: Tensor | None, kv_lens: Tensor | None) -> None:
-    """Raise TypeError for arguments of `varlen_attention` that are not given together."""
     if kv_offsets is not None:
         fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
     if page_table is None or kv_lens is None:
@@ -256,36 +243,20 @@ def _check_given(kv_offsets: Any, page_table: Tensor | None, kv_lens: Tensor | N
 
 
 @unseen
-def _run_mixed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    offsets: Any,
-    kv_offsets: Any,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    request: Request,
-) -> tuple[Tensor, Tensor | None]:
+def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
-    _check_given(kv_offsets, page_table, kv_lens)
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
     starts = sequence_offsets("offsets", offsets, q.device)
-    check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens, len(starts) - 1)
+    check_cache(VARLEN, q, *cache, len(starts) - 1)
     if request.q_offset is not None:
-        check_offset(VARLEN, request.q_offset, len(kv_lens), q.device)
+        check_offset(VARLEN, request.q_offset, len(cache.kv_lens), q.device)
     request = _with_values(request)
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
-    inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
-    mixed = _mixed(
-        q,
-        starts,
-        page_table,
-        kv_lens,
-        cast(int | Tensor | None, request.q_offset),
-        page_table.shape[1] * k_cache.shape[1],
-    )
+    sinks, inner = sinks_of(request)
+    inner = inner._replace(sink_logits=None)
+    mixed = _mixed(q, starts, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
@@ -294,59 +265,52 @@ def _run_mixed(
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
-        given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
-        known = _key_of_pages(*given)
-        again = None if known is None else run_again(*known, own_q, k_cache, v_cache)
-        own_out, own_lse = _run_pages(*given, known) if again is None else again
+        own_out, own_lse = _run_paged(own_q, _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens), own)
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
-        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], k_cache[:0], v_cache[:0], learned_by(inner.score))
+        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], cache.k[:0], cache.v[:0], learned_by(inner.score))
         outs.append(own_out[0].transpose(0, 1))
         lses.append(own_lse[0])
     # The last place is that of queries of no sequence.
-    outs.append(outs[0].new_zeros(1, q.shape[1], v_cache.shape[3]))
+    outs.append(outs[0].new_zeros(1, q.shape[1], cache.v.shape[3]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
     lse = torch.cat(lses, 1).index_select(1, mixed.places)
-    if request.sink_logits is None:
+    if sinks is None:
         return out, lse
-    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
+    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, *sinks)
     return out.transpose(0, 1), lse_with_sinks
 
 
-def _run_in_pages(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Result, Planned] | None:
+def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, Planned] | None:
     """Run a checked call by a backend that reads each sequence's own pages only, or return None if there is none.
 
-    The result has no replay if such backends failed, and the call ran without pages. See `_run_pages`.
+    The result has no replay if such backends failed, and the call ran without pages. See `_run_paged`.
     """
-    page_size = k_cache.shape[1]
-    length = page_table.shape[1] * page_size
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
-    k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
+    k, v = (x.as_strided((len(q), x.shape[2], cache.room, x.shape[3]), (0, 0, 0, 1)) for x in (cache.k, cache.v))
     are_last = request.q_offset is None
-    own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+    own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
     try:
-        planned = _planned_at_end(q, k, v, own, kv_lens) if are_last else plan_call(q, k, v, own)
+        planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
     except (ValueError, TypeError):
         if not is_captured(q.device):  # errors of the table and the lengths name the arguments of the call
-            _check_pages(q, k_cache, page_table, kv_lens)
+            cache.check_values(q)
         raise
-    pages = Pages(k_cache, v_cache, page_table, kv_lens, cast(Mask, request.mask), are_last)
+    pages = Pages(*cache, cast(Mask, request.mask), are_last)
     call, name = replace(planned.call, pages=pages), request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
     if not is_captured(q.device):  # the values of the table are checked
-        _check_pages(q, k_cache, page_table, kv_lens)
+        cache.check_values(q)
 
     def without_pages() -> Result:
-        return Result(*_run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request))
+        return Result(*_run_without_pages(q, cache, request))
 
     return run_on_backend(call, name, without_pages), planned._replace(call=call)
 
@@ -365,30 +329,28 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
     return plan_call(q, k, v, request._replace(q_offset=where_last))._replace(where_last=where_last)
 
 
-def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     """Return whether a kernel that reads pages may run a call, before it is planned."""
     device = q.device.type
     if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
         return False
-    if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
+    tensors = q, cache.k, cache.v
+    if not all(type(x) is Tensor for x in tensors) or not (q.numel() and cache.k.numel() and cache.room):
         return False
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    if learns_any((q, k_cache, v_cache)) or is_traced:
+    if learns_any(tensors) or is_traced:
         return False
     return (request.q_offset is None and device in _FA4_ON and fa4_package.is_installed()) or decode.are_few(
-        q.shape[2], length, q.device
+        q.shape[2], cache.room, q.device
     )
 
 
-def _mixed(
-    q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor | None, room: int
-) -> Mixed:
+def _mixed(q: Tensor, starts: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
     """Return the batches of a call of `varlen_attention` with pages.
 
     Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
-
-    room: the number of keys that a sequence may have.
     """
+    page_table, kv_lens, room = cache.page_table, cache.kv_lens, cache.room
     given = [starts, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
     is_kept = reads and not is_captured(q.device)
@@ -425,8 +387,3 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
         if not captured:
             _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
     return offset
-
-
-def _slots(cache: Tensor, batch: int) -> Tensor:
-    """Return a view of all slots of a cache, for every batch element. The view is [B, Hkv, slots, D]."""
-    return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

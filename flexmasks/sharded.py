@@ -21,8 +21,6 @@ from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parts import Part, part_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
-_DIMENSIONS = "batch elements", "heads", "sequence", "head size"
-
 
 class Place(NamedTuple):
     """The batch elements and heads of a process among those of a call."""
@@ -80,8 +78,8 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
         for placement in x.placements:
             if not (placement.is_replicate() or (type(placement) is Shard and placement.dim < 3)):
                 fail(
-                    f"DTensors must be replicated, or sharded over {', '.join(_DIMENSIONS[:-1])} (dimensions 0, 1, 2), "
-                    f"got {x.placements} for `{name}`."
+                    "DTensors must be replicated, or sharded over batch elements, heads, sequence (dimensions 0, 1, "
+                    f"2), got {x.placements} for `{name}`."
                 )
     for mesh_dim, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(mesh_dim)  # torch 2.11 cannot trace the mesh's shape here
@@ -90,7 +88,6 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
 
 
 def place_of(q: DTensor) -> Place:
-    """Return the place of a process's part of q."""
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
     return Place(q.shape[0], q.shape[1], first_batch, first_head)
 
@@ -137,7 +134,6 @@ def _has_dtensors(value: Any) -> bool:
 
 
 def sinks_of(sinks: Tensor | None, place: Place, heads: int) -> Tensor | None:
-    """Return the logits of a process's heads."""
     if sinks is None or sinks.shape != (place.heads,):  # `attention` says what is wrong
         return sinks
     return sinks.narrow(0, place.first_head, heads)

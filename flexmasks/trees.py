@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -138,8 +138,7 @@ class TreeBatch:
         else:
             found = torch.cat(list(_in_parts(states, parents, targets, head)))
         pairs = found.new_zeros(self.tokens.numel()).index_put((children,), found)
-        of_all = pairs.index_select(0, self._flat).split([len(p) for _, p in self.places])
-        return [x[1:] for x in of_all]
+        return [x[1:] for x in self.gather(pairs.view_as(self.tokens))]
 
     @says_what_to_write()
     def pages(self, page_size: int, *, room: int = 0) -> TreePages:
@@ -210,8 +209,8 @@ def windowed(mask: Mask, window: int) -> Mask:
     trees = [m for m in mask.inside() if m.name == "tree" and m.definition.own]
     if not trees:
         return mask & get_mask("band", lower=-window, upper=_FAR)
-    depths = [_depths(m.params["parents"]) for m in trees]
-    for depth in depths:
+    for tree in trees:
+        depth = _depths(tree.params["parents"])
         mask = mask & get_mask(functools.partial(_within_path, window=window, depth=depth))
     return mask
 
@@ -238,7 +237,6 @@ class TreeBlockMask(PortableBlockMask):
 
     @classmethod
     def of_batch(cls, made: PortableBlockMask, batch: TreeBatch) -> TreeBlockMask:
-        """Return the block mask with its batch."""
         known = cls.of(made, made.source)
         known.batch = batch
         return known
@@ -313,7 +311,12 @@ def pack(
     # In the order of their bytes, sequences that share a beginning are neighbours, and a prefix stands before the rest.
     order = sorted(range(len(arrays)), key=[a.astype(">i8").tobytes() for a in arrays].__getitem__)
     shared = [_shared(arrays[a], arrays[b], min_shared) for a, b in itertools.pairwise(order)]
-    rows, repeated = _rows([len(a) for a in arrays], order, [0, *shared], max_tokens)
+    trees: list[_Tree] = []
+    for number, count in zip(order, [0, *shared], strict=True):
+        if count == 0:
+            trees.append([])
+        trees[-1].append((number, count))
+    rows, repeated = _rows([len(a) for a in arrays], trees, max_tokens)
     return _laid_out(arrays, rows, repeated, torch.device(device))
 
 
@@ -349,11 +352,14 @@ def _shared(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], least: int) -> int
     return count if count >= least else 0
 
 
+_Tree = list[tuple[int, int]]  # sequences by their numbers, each with how many tokens it shares with the one before it
+
+
 class _Part:
-    """Sequences that stand in one row, each with how many tokens it shares with the one before it."""
+    """Sequences of a tree that stand in one row."""
 
     def __init__(self) -> None:
-        self.sequences: list[tuple[int, int]] = []
+        self.sequences: _Tree = []
         self.size = 0
 
     def add(self, number: int, shared: int, length: int) -> None:
@@ -364,25 +370,20 @@ class _Part:
 _Row = list[_Part]
 
 
-def _rows(lengths: list[int], order: list[int], shared: list[int], most: int | None) -> tuple[list[_Row], int]:
-    """Return the parts of each row, and how many prefixes are repeated: of two ways the one with fewer tokens in all.
-
-    shared: for each sequence in this order how many tokens it shares with the one before.
-    """
-    ways = [_whole_trees(lengths, order, shared, most), _one_after_the_other(lengths, order, shared, most)]
+def _rows(lengths: list[int], trees: list[_Tree], most: int | None) -> tuple[list[_Row], int]:
+    """The parts of each row, and how many prefixes are repeated: of two ways the one with fewer tokens in all."""
+    ways = [_whole_trees(lengths, trees, most), _one_after_the_other(lengths, itertools.chain(*trees), most)]
     return min(ways, key=lambda way: (len(way[0]) * max(sum(p.size for p in row) for row in way[0]), way[1]))
 
 
-def _whole_trees(lengths: list[int], order: list[int], shared: list[int], most: int | None) -> tuple[list[_Row], int]:
+def _whole_trees(lengths: list[int], trees: list[_Tree], most: int | None) -> tuple[list[_Row], int]:
     """Cut only trees that are larger than a row, and put the largest part first into the first row that has room."""
     parts: list[_Part] = []
     repeated = 0
-    for number, count in zip(order, shared, strict=True):
-        is_cut = count > 0 and most is not None and parts[-1].size + lengths[number] - count > most
-        repeated += is_cut
-        if count == 0 or is_cut:
-            parts.append(_Part())
-        parts[-1].add(number, 0 if is_cut else count, lengths[number])
+    for tree in trees:
+        cut, count = _one_after_the_other(lengths, tree, most)
+        parts += itertools.chain(*cut)
+        repeated += count
     if most is None:
         return [parts], 0
     rows: list[_Row] = []
@@ -398,13 +399,13 @@ def _whole_trees(lengths: list[int], order: list[int], shared: list[int], most: 
 
 
 def _one_after_the_other(
-    lengths: list[int], order: list[int], shared: list[int], most: int | None
+    lengths: list[int], sequences: Iterable[tuple[int, int]], most: int | None
 ) -> tuple[list[_Row], int]:
     """Fill each row to the end, and cut the tree there."""
     rows: list[_Row] = [[]]
     room: float = math.inf if most is None else most
     repeated = 0
-    for number, count in zip(order, shared, strict=True):
+    for number, count in sequences:
         is_cut = room < lengths[number] - count
         if is_cut:
             rows.append([])

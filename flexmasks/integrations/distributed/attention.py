@@ -23,6 +23,7 @@ from flexmasks.integrations.distributed.counts import (
     CountedMask,
     Parts,
     common,
+    cut,
     fail,
     following,
     merged,
@@ -325,12 +326,8 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
         length = int(compat.as_constant(length))
     parts = [(0, length)]
     for dim in range(len(mesh.shape)):
-        cut = []
-        for start, stop in parts:
-            step = -(-(stop - start) // mesh.size(dim))
-            cut += [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(mesh.size(dim))]
-        parts = cut
-    return Order(length, tuple(((start, stop),) if stop > start else () for start, stop in parts))
+        parts = [piece for part in parts for piece in cut(*part, mesh.size(dim))]
+    return Order(length, tuple((part,) for part in parts))
 
 
 # --- the call ---

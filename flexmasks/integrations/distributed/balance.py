@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged, size_of
+from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, cut, fail, merged, size_of
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
@@ -73,9 +73,7 @@ class Order:
         """
         check_int("Order.natural", "length", length)
         check_int("Order.natural", "ranks", ranks)
-        size = -(-length // ranks)
-        starts = [min(length, rank * size) for rank in range(ranks + 1)]
-        return cls(length, tuple(((a, b),) for a, b in itertools.pairwise(starts)))
+        return cls(length, tuple((part,) for part in cut(0, length, ranks)))
 
     def divided(self, count: int) -> Order:
         """Return the order of `count` times as many ranks, which share each rank's tokens.

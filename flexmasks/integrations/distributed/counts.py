@@ -26,7 +26,6 @@ Parts = tuple[tuple[int, int], ...]  # parts of a sequence, (start, stop), ascen
 
 
 def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error whose message begins with the call."""
     raise error(f"{WHERE}.{call}: {message}")
 
 
@@ -49,6 +48,12 @@ def merged(parts: Sequence[tuple[int, int]]) -> Parts:
         elif start < stop:
             result.append((start, stop))
     return tuple(result)
+
+
+def cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """A part as `count` parts, cut as torch.chunk cuts; the last ones may be shorter, or empty."""
+    size = -(-(stop - start) // count)
+    return [(min(start + i * size, stop), min(start + (i + 1) * size, stop)) for i in range(count)]
 
 
 def following(lengths: Sequence[int]) -> tuple[Parts, ...]:

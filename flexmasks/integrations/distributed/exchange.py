@@ -143,8 +143,10 @@ def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Seq
     """
     count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
     rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
-    lead = torch.Size([sum(lengths), batch])
-    come = _exchanged("heads for parts of the sequence", rows, lead, lengths, [size] * count, mesh)
+    here = _Layout(rows[0].shape[:-2], tuple(x.shape[-2:] for x in rows))
+    there = here._replace(lead=torch.Size([sum(lengths), batch]))
+    what, strides = "heads for parts of the sequence", [None] * len(rows)
+    come = _exchanged(_Travel(what, here, there, lengths, [size] * count, mesh.get_group(), strides), rows)
     return [x.permute(1, 2, 0, 3) for x in come]
 
 
@@ -153,11 +155,14 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
     before the heads.
     """
     count, (batch, heads, length, d), own_length = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
-    rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, own_length, batch])
+    rows = x.permute(2, 0, 1, 3)
+    here = _Layout(rows.shape[:-2], (rows.shape[-2:],))
+    there = here._replace(lead=torch.Size([count, own_length, batch]))
     strides = heads * d, count * heads * d, own_length * count * heads * d, d, 1  # batch, sequence, all heads
     of_gradients = d, heads * length * d, length * d, 1  # those of [B, H, S, D], which kernels take without a copy
-    what = "parts of the sequence for heads"
-    (come,) = _exchanged(what, rows, lead, [own_length] * count, lengths, mesh, strides, of_gradients)
+    what, group = "parts of the sequence for heads", mesh.get_group()
+    travel = _Travel(what, here, there, [own_length] * count, lengths, group, [strides], of_gradients)
+    (come,) = _exchanged(travel, [rows])
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -260,24 +265,7 @@ def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
     return x.stride() if torch.empty_like(x, device="meta").stride() == x.stride() else None
 
 
-def _exchanged(
-    what: str,
-    tensors: Sequence[Tensor],
-    lead: torch.Size,
-    come: Sequence[int],
-    sent: Sequence[int],
-    mesh: DeviceMesh,
-    strides: tuple[int, ...] | None = None,
-    of_gradients: tuple[int, ...] | None = None,
-) -> tuple[Tensor, ...]:
-    """Exchange tensors [..., B, H, D].
-
-    lead: the sizes of the results but for the last two, which are those of the tensors.
-    strides, of_gradients: as in _Travel, for each result.
-    """
-    here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
-    there, group = here._replace(lead=lead), mesh.get_group()
-    travel = _Travel(what, here, there, come, sent, group, [strides] * len(tensors), of_gradients)
+def _exchanged(travel: _Travel, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if compat.is_compiling():
         return travel.run(tensors)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
@@ -337,7 +325,6 @@ class _Pieces(NamedTuple):
         return result
 
     def back(self, tensors: Sequence[Tensor]) -> _Pieces:
-        """The exchange that sends the gradients of tensors back."""
         stay = [(there, here) for here, there in self.stay]
         numbers = self.come, self.sent, self.arrive, self.leave, stay, self.sizes[::-1], self.group
         return _Pieces(*numbers, adds=not self.adds)
@@ -356,17 +343,15 @@ def _width(place: slice) -> int:
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
-    """Return parts of a sequence, which lie one after the other along `dim`, in their natural order."""
-    if are_ascending(parts):
-        return x
-    pieces = x.split([stop - start for start, stop in parts], dim)
-    return torch.cat([pieces[i] for i in sorted(range(len(parts)), key=lambda i: parts[i])], dim)
+    """Parts of a sequence, which lie one after the other along `dim`, in their natural order."""
+    return x if are_ascending(parts) else _in_order(x, parts, sorted(parts), dim)
 
 
 def rearranged(x: Tensor, parts: Parts) -> Tensor:
     """A sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
-    if are_ascending(parts):
-        return x
-    order = sorted(range(len(parts)), key=lambda i: parts[i])
-    pieces = x.split([parts[i][1] - parts[i][0] for i in order], 2)
-    return torch.cat([pieces[order.index(i)] for i in range(len(parts))], 2)
+    return x if are_ascending(parts) else _in_order(x, sorted(parts), parts, 2)
+
+
+def _in_order(x: Tensor, parts: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    pieces = dict(zip(parts, x.split([stop - start for start, stop in parts], dim), strict=True))
+    return torch.cat([pieces[part] for part in wanted], dim)

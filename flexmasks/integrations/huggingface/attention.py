@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
         return False
     if any(m.name == "key_padding" or not m.definition.own for m in mask.parts.others) or next(_LOOKS, None) is None:
         return False
-    return _several_documents(cast(Tensor, layer.position_ids)) is not None
+    return _several_documents(layer.position_ids) is not None
 
 
 @functools.cache
@@ -292,7 +292,7 @@ def _without_mask(layer: _Layer) -> Mask:
         return one
     documents = None
     may_be_packed = layer.cu_seq_lens is None and q_length == layer.key.shape[2]
-    if may_be_packed and position_ids is not None and _is_of_tokens(position_ids, q_length):
+    if may_be_packed and _is_of_tokens(position_ids, q_length):
         documents = _several_documents(position_ids)
     return _of_documents([one], _chunk_of(layer.module), documents, position_ids, layer.query.shape[0])
 
@@ -312,7 +312,7 @@ def _of_one_document(
     return get_mask("causal") if sliding_window is None else get_mask("sliding_window", window=sliding_window - 1)
 
 
-def _is_of_tokens(position_ids: Tensor | None, length: int) -> bool:
+def _is_of_tokens(position_ids: Tensor | None, length: int) -> TypeGuard[Tensor]:
     """Whether positions are those of all tokens, not of a grid of pixels or of some tokens only."""
     return position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length
 
@@ -337,16 +337,14 @@ def _of_documents(
 
     chunk_start: int[B], the position of the first chunk where each row is one document; by default 0.
     """
-    packing = []
     if documents is not None and position_ids is not None:
         if chunk is not None:
             documents = documents * documents.shape[1] + position_ids // chunk
-            chunk = None
-        packing.append(get_mask("document", document_ids=documents.expand(batch, -1)))
-    if chunk is not None:
+        others = [*others, get_mask("document", document_ids=documents.expand(batch, -1))]
+    elif chunk is not None:
         start = {} if chunk_start is None else {"start": chunk_start}
         others = [*others, get_mask("chunked", chunk=chunk, **start)]
-    return Parts(others, packing).mask()
+    return Parts(others, []).mask()
 
 
 def _has_several(documents: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, trees
 from flexmasks.attention import dense_mask
-from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.blocks.elements import over_indices
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.planning import Plan
@@ -187,17 +187,16 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
-    if isinstance(attention_mask, Mask | HeldPlan):
-        return _given(attention_mask, (batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, device)
     step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
+    if isinstance(attention_mask, Mask | HeldPlan):
+        return _given(attention_mask, step)
     if model_type in _ADDED:
         shown = _without_padding(step.visible(), _padding(attention_mask, kv_offset, kv_length))
         dtype = others.get("dtype", torch.float32)
         return torch.zeros(step.shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
     sharding = active()
     if sharding is not None:
-        of_part: ShardedMask = _of_part(sharding, step, attention_mask)
-        return of_part
+        return cast(ShardedMask, _of_part(sharding, step, attention_mask))
     padding = _padding(attention_mask, kv_offset, kv_length)
     if q_length == 1 and not allow_is_causal_skip:
         return _without_padding(step.visible(), padding)
@@ -223,31 +222,26 @@ def make_mask(
     return LateMask(parts, first_query, step.shape, device)
 
 
-def _given(
-    given: Mask | HeldPlan,
-    shape: tuple[int, int, int, int | None],
-    q_offset: int | Tensor,
-    kv_offset: int,
-    function: Callable[..., Any],
-    device: torch.device,
-) -> LateMask:
+def _given(given: Mask | HeldPlan, step: _Step) -> LateMask:
     """A user's mask or plan as the plan of a step. In layers with windows queries see these keys of it alone, in trees
     along their paths.
     """
-    shape = *shape[:3], shape[2] if shape[3] is None else shape[3]
-    if isinstance(q_offset, Tensor) or q_offset or kv_offset or shape[2] != shape[3]:
+    batch, heads, length, kv_length = step.shape
+    has_other_keys = kv_length is not None and kv_length != length  # a mask has no shape to tell transformers of keys
+    if isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset or has_other_keys:
         fail(
             "a mask or plan as `attention_mask` is for whole texts without a key-value cache, and the step has "
-            f"{shape[2]} queries and {shape[3]} keys; pass `use_cache=False`."
+            f"{length} queries and {kv_length} keys; pass `use_cache=False`."
         )
+    step = step._replace(shape=(batch, heads, length, length))
     mask = given if isinstance(given, Mask) else given.mask
-    parts = recognized(function, Positions(shape[0], 0, shape[3], shape[2], device, trusted=True))
-    for own in [get_mask(function)] if parts is None else [*parts.others, *parts.packing]:
+    parts = step.parts(length)
+    for own in [get_mask(step.function)] if parts is None else [*parts.others, *parts.packing]:
         if own.name not in ("causal", "full", "sliding_window"):
             fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
         if own.name == "sliding_window":
             mask = trees.windowed(mask, cast(int, own.params["window"]))
-    made = LateMask(Parts([mask], []), 0, shape, device)
+    made = LateMask(Parts([mask], []), 0, step.shape, step.device)
     if isinstance(given, HeldPlan) and mask is given.mask and not compat.is_compiling():
         made.plan = cast(Plan, given)
     return made
@@ -271,15 +265,11 @@ class _Step(NamedTuple):
 
     def visible(self) -> Tensor:
         """All values of the function, bool [batch, 1, queries, keys]."""
-        function = self.function
         batch, heads, q, kv = (torch.arange(n, device=self.device) for n in self.shape)
         q, kv = q + self.q_offset, kv + self.kv_offset
         if self.use_vmap:
-            for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-                function = torch.vmap(function, in_dims=axes)
-            visible: Tensor = with_indexing_by_numbers(function)(batch, heads, q, kv)
-            return visible
-        visible = function(batch[:, None, None, None], heads[:, None, None], q[:, None], kv)
+            return over_indices(self.function)(batch, heads, q, kv)
+        visible: Tensor = self.function(batch[:, None, None, None], heads[:, None, None], q[:, None], kv)
         return visible.expand(self.shape)
 
 

@@ -120,7 +120,6 @@ def _packing_left_to(sharding: Sharding) -> Iterator[None]:
 
 
 def fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error whose message begins with the name of `sharded`."""
     raise error(f"flexmasks.integrations.huggingface.sharded: {message}")
 
 
