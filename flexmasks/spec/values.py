@@ -452,8 +452,7 @@ class Mask(Modifier):
         template = self.definition.template
         if not template:
             return super().__repr__()
-        masks = self.params["masks"] if "masks" in self.params else (self.params["mask"],)
-        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in masks]
+        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in self.operands()]
         return template + parts[0] if len(parts) == 1 else template.join(parts)
 
 
@@ -520,7 +519,7 @@ def _combine(operator: Definition, *operands: Any) -> Mask:
     return Mask(operator, {"masks": tuple(masks)})
 
 
-def _binds_looser(inner: Mask, outer: Mask) -> bool:
+def _binds_looser(inner: Modifier, outer: Mask) -> bool:
     order = [NOT, AND, OR]
     return bool(inner.definition.template) and order.index(inner.definition) > order.index(outer.definition)
 
