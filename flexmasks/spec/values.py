@@ -108,9 +108,6 @@ class Modifier(Readable):
         """Whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
         return any(m.definition.compiled is not None for m in self.inside())
 
-    def batch_size(self) -> int | None:
-        return self.implied_size("B")
-
     def implied_size(self, dimension: str) -> int | None:
         """The size that the parameters' shapes imply for B, H, Q, KV or S, see flexmasks.spec.parameters, or None."""
         own = implied_size(dimension, self.definition.parameters, self.params)
