@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flexmasks.spec.parameters import Size
 
+_DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a Python number as an index
+
 
 def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
     """Return batch element `b`'s value of a parameter: one number, or one number per batch element."""
@@ -28,7 +30,7 @@ def always(n: int, index: Tensor) -> Tensor | int:
     function's own indices. `index % 1` is used because torch folds `index * 0` into a constant. On a CPU the plain
     number makes kernels up to 1.5 times as fast.
     """
-    if index.device.type == "cpu":
+    if index.device.type in _DEVICES_OF_CONSTANT_INDICES:
         return n
     return index % 1 + n if n else index % 1
 
