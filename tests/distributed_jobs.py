@@ -138,7 +138,7 @@ def registered(kind: str, names: Sequence[str], ndim: int = 1, in_full: bool = F
         value = example(kind, name, LENGTH)
         heads = value.implied_size("H") or 4
         kv_heads = heads if heads % 2 or dist.get_world_size() > 2 else heads // 2
-        trial = Trial(heads, kv_heads, value.batch_size() or 2, **{kind: value})
+        trial = Trial(heads, kv_heads, value.implied_size("B") or 2, **{kind: value})
         can_be = {"heads": kv_heads % mesh.size(mesh.ndim - 1) == 0, "seen": ndim == 1}
         ways = [w for w in WAYS if can_be.get(w, True)]
         for how, order in layouts(generator, ways if in_full else [generator.choice(ways)], in_full=in_full):
@@ -157,7 +157,7 @@ def composed(seed: int, count: int) -> dict[str, float]:
         mask = flexmasks.get_mask(lambda b, h, q, kv, hidden=hidden: ~hidden[kv] | (kv == q - h))
         for _ in range(generator.randint(0, 2)):
             other = example("mask", generator.choice(names), LENGTH)
-            if other.implied_size("H") or other.batch_size() or other.tensors() or generator.random() < 0.3:
+            if other.implied_size("H") or other.implied_size("B") or other.tensors() or generator.random() < 0.3:
                 other = flexmasks.get_mask("sliding_window", window=generator.randint(0, 40))
             try:
                 flexmasks.dense_mask(other, length)

@@ -178,8 +178,8 @@ FAULTS: list[Fault] = [
     Fault("spec/bands.py", "starts // length * (heads - 1)", "starts // length * heads"),
     Fault(
         "spec/parts.py",
-        "return _shifted(b, first_batch), _shifted(h, first_head)",
-        "return _shifted(b, first_batch), h",
+        "inner(*score, _shifted(b, first_batch), _shifted(h, first_head)",
+        "inner(*score, _shifted(b, first_batch), h",
         ("tests/test_layouts.py::test_a_part_has_the_batch_elements_and_heads_of_the_whole_call", *_DISTRIBUTED),
     ),
     Fault(

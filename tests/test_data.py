@@ -342,7 +342,7 @@ def test_the_library_s_own_functions(kind: str) -> None:
     refused = set()
     for name in (flexmasks.list_masks if kind == "mask" else flexmasks.list_scores)():
         value = example(kind, name.name, 256)
-        batch, heads = value.batch_size() or 2, value.implied_size("H") or 2
+        batch, heads = value.implied_size("B") or 2, value.implied_size("H") or 2
         q_len, kv_len = (value.implied_size(n) or value.implied_size("S") or 256 for n in ("Q", "KV"))
         size = Size(batch, heads, q_len, kv_len, CPU)
         made: Any = MaskPlan(value, size).block_mask().mask_mod if kind == "mask" else ScorePlan(value, size).mod()

@@ -180,7 +180,7 @@ def _mask_kind(name: str, device: torch.device, length: int = 1024) -> tuple[Mas
     q_len, kv_len = (mask.implied_size(n) or mask.implied_size("S") or length for n in ("Q", "KV"))
     if name == "paged":
         kv_len = int(mask.params["page_table"].max() + 1) * mask.params["page_size"]
-    size = Size(mask.batch_size() or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
+    size = Size(mask.implied_size("B") or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
     return MaskKind(mask, 0, size, False, (64, 64)), mask.tensors()
 
 

@@ -60,7 +60,7 @@ def traced_block_mask(
     for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", sizes[0]), ("heads", sizes[1])):
         if not isinstance(n, int) and not (n is None and name in ("batch", "heads")):
             fail(f"`{name}` must be an int of at least 1, got {type(n).__name__}.", call=call)
-    batch, heads = sizes[0] or mask.batch_size(), sizes[1]
+    batch, heads = sizes[0] or mask.implied_size("B"), sizes[1]
     _check_open_extents(call, mask, batch, heads)
     data = data_of_mask(mask, torch.device("cpu") if device is None else torch.device(device))
     tensors = [] if data == UNKNOWN else [x for x in data.leaves if isinstance(x, Tensor)]

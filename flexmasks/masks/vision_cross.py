@@ -3,7 +3,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flexmasks.spec import always, register_mask
+from flexmasks.spec import always, at, register_mask
 
 Intervals = Annotated[Tensor, "int[N, 2] | int[B, N, 2]"]
 Images = Annotated[Tensor, "int[KV] in -1..N-1 | int[B, KV] in -1..N-1"]
@@ -28,7 +28,7 @@ def vision_cross(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, intervals: Inte
     Peers: attention-gym generate_vision_cross_attention_mask_mod(intervals, tokens per image);
         torchtune VisionCrossAttentionMask.
     """
-    image = image_ids[b, kv] if image_ids.ndim == 2 else image_ids[kv]
+    image = at(image_ids, b, kv)
     known = torch.where(image < 0, 0, image).int()
     where = (b, known) if intervals.ndim == 3 else (known,)
     start, end = (intervals[*where, always(n, kv)] for n in range(2))

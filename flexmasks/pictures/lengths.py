@@ -25,7 +25,7 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
     """
     suggested = suggested_lengths(value)
     device = next((t.device for t in value.tensors()), torch.device("cpu"))
-    batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
+    batch, heads = value.implied_size("B") or b + 1, value.implied_size("H") or h + 1
     tensors = [t for parameter, given in _parameters(value) if (t := _tensor(parameter, given)) is not None and t.ndim]
     tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors]  # a table has a row for each query
     rows = [(t.shape[-1], suggested[1]) for t in tensors]

@@ -55,7 +55,7 @@ def draw(
         q_len, kv_len = accepted[0], kv_len or accepted[1]
     if batch is None:
         starts = listed(q_offset, None)
-        batch = value.batch_size() or (len(starts) if isinstance(starts, Tensor) and starts.ndim else None)
+        batch = value.implied_size("B") or (len(starts) if isinstance(starts, Tensor) and starts.ndim else None)
     heads = value.implied_size("H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
         if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):

@@ -50,7 +50,7 @@ class Lengths:
                 fail(f"`{name}` must be an int of at least 1, got {describe(n)}{advice}.", call=call)
             if not is_open and n > MAX_POSITIONS:
                 fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
-        implied, device = mask.batch_size(), self._device(call, mask)
+        implied, device = mask.implied_size("B"), self._device(call, mask)
         q_offset = listed(self.q_offset, device)
         if not implied and isinstance(q_offset, Tensor) and q_offset.ndim:
             implied = len(q_offset)

@@ -253,9 +253,7 @@ def power(a: Any, exponent: Any) -> Range | None:
 rule("rpow")(reflected(power))
 
 
-@rule("square")
-def square(a: Any) -> Range | None:
-    return power(a, 2)
+rule("square")(lambda a: power(a, 2))
 
 
 def power_of_two(a: Any, exponent: Any) -> Any:

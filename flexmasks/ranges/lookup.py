@@ -167,12 +167,11 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
     if any((x.dtype, x.shape) != (r.dtype, r.shape) for x in ranges) or not -r.ndim - 1 <= dim <= r.ndim:
         return None
     place = dim % (r.ndim + 1)
+    ends = [expanded_ends(x) for x in ranges]
+    lo = torch.stack(torch.broadcast_tensors(*[e[0] for e in ends]), place)
     exact = all(x.exact for x in ranges)
-    stacked = []
-    for ends in ([x.lo for x in ranges],) if exact else ([x.lo for x in ranges], [x.hi for x in ranges]):
-        ends = [end.expand(*r.shape, *block_shape(end)) for end in ends]
-        stacked.append(torch.stack(torch.broadcast_tensors(*ends), place))
-    return Range(stacked[0], stacked[-1], r.dtype, max(x.limit for x in ranges))
+    hi = lo if exact else torch.stack(torch.broadcast_tensors(*[e[-1] for e in ends]), place)
+    return Range(lo, hi, r.dtype, max(x.limit for x in ranges))
 
 
 @rule("bucketize")

@@ -19,7 +19,7 @@ from flexmasks.ranges.operands import (
     is_integer,
     may_be_nan,
 )
-from flexmasks.ranges.value import Range, rule, truth_range
+from flexmasks.ranges.value import Range, rule
 
 _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -71,9 +71,7 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
     if c.dtype != torch.bool:
         return None
     dtype = common_dtype(a, b)
-    if dtype == torch.bool:
-        return _where_of_truth(c, as_range(a), as_range(b))
-    x, y = as_dtype(a, dtype), as_dtype(b, dtype)
+    x, y = (as_range(v) if dtype == torch.bool else as_dtype(v, dtype) for v in (a, b))
     if c.exact and x.exact and y.exact:
         lo = torch.where(c.lo, x.lo, y.lo)
         return Range(lo, lo, dtype, max(x.limit, y.limit))
@@ -81,15 +79,6 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
     lo = torch.where(c.lo, x.lo, torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo))
     hi = torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
     return Range(lo, hi, dtype, max(x.limit, y.limit))
-
-
-def _where_of_truth(c: Range, x: Range, y: Range) -> Range:
-    if c.exact and x.exact and y.exact:
-        chosen = torch.where(c.lo, x.lo, y.lo)
-        return truth_range(chosen, chosen)
-    certain = torch.where(c.lo, x.lo, torch.where(c.hi, x.lo & y.lo, y.lo))
-    possible = torch.where(c.lo, x.hi, torch.where(c.hi, x.hi | y.hi, y.hi))
-    return truth_range(certain, possible)
 
 
 def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> Range:

@@ -115,15 +115,13 @@ def _noted_alone(function: Any) -> str:
     return noted(function, *[None] * (len(FUNCTIONS) - 1))
 
 
-def _definition_of(kind: str, template: str, captured: Any) -> Definition:
-    function, *hooks = made(template, captured)
-    return define(kind, function, **dict(zip(FUNCTIONS[1:], hooks, strict=True)))
-
-
 def of_data(kind: str, data: Any) -> Modifier:
     """Return the mask or score of the tuples that functions of `in_graph` get in place of `data_of`'s result."""
     own, name, captured, params = data
-    definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
+    if own:
+        definition = from_pickle(kind, name)
+    else:
+        definition = define(kind, **dict(zip(FUNCTIONS, made(name, captured), strict=True)))
     cls = Mask if kind == "mask" else Score
     return cls(definition, {key: value_of(kind, value) for key, value in params})
 

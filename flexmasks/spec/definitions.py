@@ -226,7 +226,8 @@ def definition(kind: str, name: str) -> Definition:
     raise ValueError(f"flexmasks: no {kind} is named {name!r}; {_hint(kind, name)}")
 
 
-def _hint_of(kind: str, name: str) -> str:
+@compat.constant_in_graphs  # torch cannot trace difflib and patterns
+def _hint(kind: str, name: str) -> str:
     known, other = _NAMES[kind], "score" if kind == "mask" else "mask"
     written = _written(name)
     whole = rf"(?<!\w){written}(?!\w)"
@@ -286,7 +287,9 @@ def _by_peers(kind: str, pattern: str, titles: tuple[str, ...] = ("Peers",)) -> 
     return found if len(found) <= _MOST_ENTRIES else {}
 
 
-def _owners_of(parameter: str) -> str:
+@compat.constant_in_graphs
+def owners_of(parameter: str) -> str:
+    """The end of a sentence that names the masks and scores with a parameter, or ""."""
     parts = []
     for kind, known in _NAMES.items():
         owners = [(len(d.parameters), name) for name, d in known.items() if parameter in d.parameters]
@@ -295,12 +298,6 @@ def _owners_of(parameter: str) -> str:
             more, as_in = "s" * (len(names) > 1), f"{kind}=flexmasks.get_{kind}({names[0]!r}, {parameter}=...)"
             parts.append(f"of the {kind}{more} {', '.join(map(repr, names))}, as in {as_in}")
     return f"; `{parameter}` is a parameter {', and '.join(parts)}" if parts else ""
-
-
-# torch cannot trace difflib and patterns. `owners_of` returns the end of a sentence that names the masks and scores
-# with a parameter, or "".
-_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)
-owners_of: Callable[[str], str] = compat.constant_in_graphs(_owners_of)
 
 
 def is_own(kind: str, name: str) -> bool:
@@ -318,12 +315,7 @@ def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Defin
 def from_pickle(kind: str, name: str) -> Definition:
     """Return the definition that a pickle stored by name. Raises TypeError or ValueError if there is none."""
     _check_stored(kind, name)
-    return operator_named(kind, name) or definition(kind, name)
-
-
-def operator_named(kind: str, name: str) -> Definition | None:
-    found = _OPERATORS.get(name)
-    return found if found is not None and found.kind == kind else None
+    return OPERATORS.get((kind, name)) or definition(kind, name)
 
 
 def _check_stored(kind: Any, name: Any, is_right: bool = True) -> None:
@@ -359,10 +351,10 @@ AND, OR, NOT = (
     for function, name, template in ((_all_of, "&", " & "), (_any_of, "|", " | "), (_inverse, "~", "~"))
 )
 CHAIN = define("score", _chain, "chain", registered=True, relative=True)
-_OPERATORS = {d.name: d for d in (AND, OR, NOT, CHAIN)}
+OPERATORS = {(d.kind, d.name): d for d in (AND, OR, NOT, CHAIN)}
 
 
 def add_operator(definition: Definition) -> Definition:
     """Add an operator, which is found by its name but not listed, and return it."""
-    _OPERATORS[definition.name] = definition
+    OPERATORS[definition.kind, definition.name] = definition
     return definition

@@ -84,28 +84,17 @@ def _cap_of_part(size: Size, *, inner: Score, **sizes: Any) -> float | None:
     return cap_of(inner, _size_of_call(size, **sizes))
 
 
-def _mask_of_part(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any) -> Tensor:
-    return inner(*_in_whole_call(b, h, q, kv, **place))
-
-
-def _score_of_part(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **place: Any
-) -> Tensor:
-    return inner(score, *_in_whole_call(b, h, q, kv, **place))
-
-
-def _in_whole_call(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
+def _of_part(
+    *indices: Tensor,
+    inner: Callable[..., Tensor],
     first_batch: int,
     first_head: int,
     first_position: int,
     key_positions: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
+    *score, b, h, q, kv = indices
     kv = key_positions[kv] if key_positions is not None else _shifted(kv, first_position)
-    return _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv
+    return inner(*score, _shifted(b, first_batch), _shifted(h, first_head), _shifted(q, first_position), kv)
 
 
 def _shifted(index: Tensor, first: int) -> Tensor:
@@ -113,8 +102,8 @@ def _shifted(index: Tensor, first: int) -> Tensor:
 
 
 _OF_PART: dict[str, Any] = {"registered": True, "prepare": _prepare_part, "inner_size": _size_of_call}
-_MASK_PART = add_operator(define("mask", _mask_of_part, "mask_part", native=_band_of_part, **_OF_PART))
-_SCORE_PART = add_operator(define("score", _score_of_part, "score_part", native=_cap_of_part, **_OF_PART))
+_MASK_PART = add_operator(define("mask", _of_part, "mask_part", native=_band_of_part, **_OF_PART))
+_SCORE_PART = add_operator(define("score", _of_part, "score_part", native=_cap_of_part, **_OF_PART))
 
 
 # --- rows of queries: some of the sequences of a batch, or pieces of their queries ---
@@ -158,24 +147,13 @@ def _band_of_rows(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
     return None if band is None or band.sequences is not None else band
 
 
-def _mask_of_rows(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor
-) -> Tensor:
-    return inner(*_in_sequences(b, h, q, kv, **rows))
-
-
-def _score_of_rows(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], **rows: Tensor
-) -> Tensor:
-    return inner(score, *_in_sequences(b, h, q, kv, **rows))
-
-
-def _in_sequences(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, sequences: Tensor, lasts: Tensor) -> tuple[Tensor, ...]:
+def _of_rows(*indices: Tensor, inner: Callable[..., Tensor], sequences: Tensor, lasts: Tensor) -> Tensor:
+    *score, b, h, q, kv = indices
     sequence = sequences[b]
     last = lasts[sequence]
-    return sequence, h, torch.where(q > last, last, q), kv
+    return inner(*score, sequence, h, torch.where(q > last, last, q), kv)
 
 
 _OF_ROWS: dict[str, Any] = {"registered": True, "prepare": _prepare_rows, "inner_size": _size_of_sequences}
-_MASK_ROWS = add_operator(define("mask", _mask_of_rows, "mask_rows", native=_band_of_rows, **_OF_ROWS))
-_SCORE_ROWS = add_operator(define("score", _score_of_rows, "score_rows", **_OF_ROWS))
+_MASK_ROWS = add_operator(define("mask", _of_rows, "mask_rows", native=_band_of_rows, **_OF_ROWS))
+_SCORE_ROWS = add_operator(define("score", _of_rows, "score_rows", **_OF_ROWS))

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import Definition, define, names, operator_named
+from flexmasks.spec.definitions import OPERATORS, Definition, define, names
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -182,7 +182,7 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         _check_compiled(made)
-        known = names(kind).get(made.name) or operator_named(kind, made.name)
+        known = names(kind).get(made.name) or OPERATORS.get((kind, made.name))
         earlier = known.function if known is not None else function
         if (earlier.__module__, earlier.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")

@@ -108,9 +108,6 @@ class Modifier(Readable):
         """Whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
         return any(m.definition.compiled is not None for m in self.inside())
 
-    def batch_size(self) -> int | None:
-        return self.implied_size("B")
-
     def implied_size(self, dimension: str) -> int | None:
         """The size that the parameters' shapes imply for B, H, Q, KV or S, see flexmasks.spec.parameters, or None."""
         own = implied_size(dimension, self.definition.parameters, self.params)
@@ -452,8 +449,7 @@ class Mask(Modifier):
         template = self.definition.template
         if not template:
             return super().__repr__()
-        masks = self.params["masks"] if "masks" in self.params else (self.params["mask"],)
-        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in masks]
+        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in self.operands()]
         return template + parts[0] if len(parts) == 1 else template.join(parts)
 
 
@@ -520,7 +516,7 @@ def _combine(operator: Definition, *operands: Any) -> Mask:
     return Mask(operator, {"masks": tuple(masks)})
 
 
-def _binds_looser(inner: Mask, outer: Mask) -> bool:
+def _binds_looser(inner: Modifier, outer: Mask) -> bool:
     order = [NOT, AND, OR]
     return bool(inner.definition.template) and order.index(inner.definition) > order.index(outer.definition)
 

@@ -259,7 +259,7 @@ def counted_masks(call: str, masks: Any) -> Counter[Mask]:
 
 
 def batch_of(masks: Iterable[Mask]) -> int | None:
-    return max((mask.batch_size() or 0 for mask in masks), default=0) or None
+    return max((mask.implied_size("B") or 0 for mask in masks), default=0) or None
 
 
 def block_size_for(length: int, most_rows: int) -> int:
