@@ -6,9 +6,9 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from flexmasks.plans.plan import (
     cannot_record,
     with_contiguous_tensors,
 )
-from flexmasks.plans.recorded import Form, Recorded, memory_of_capture
+from flexmasks.plans.recorded import Form, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.plans.sizes import BLOCK_SIZE, is_captured, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
@@ -48,7 +48,6 @@ _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which boun
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
-_W = TypeVar("_W", Whole, Spanned)
 _BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
 _WHOLE: Part[Whole] = Part(PLANS, "whole")
 _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
@@ -165,11 +164,11 @@ class MaskPlan(Plan):
 
     def _build(self) -> _PreparedMask:
         inputs, captured = self.inputs, is_captured(self.size.device)
-        if captured and not self._allows_bounds:
-            return self._build_by_bounds()
         if not self._allows_bounds:
-            reason = f"the function reads {self.unreadable}" if self.opaque else "lists, or tensors that learn"
-            return replace(self._build_exactly(), why_exact=reason)
+            if captured:
+                return self._build_by_bounds()
+            reads = f"the function reads {self.unreadable}"
+            return self._build_exactly(why=reads if self.opaque else "lists, or tensors that learn")
         size, key = self.size, self._kind_of(self.block_size)
         kind = PROGRAMS.get(key)
         if captured and (kind is None or kind.recorded is None):
@@ -185,14 +184,9 @@ class MaskPlan(Plan):
                 PROGRAMS.put(function, (), kind, ENTRY)
             return prepared
         kind.plans += 1
-        if kind.is_to_be_recorded():
-            try:
-                kind.recorded = RecordedPlan(self._mask_kind, inputs)
-            except Exception as error:  # torch's tracing raises errors of any type
-                kind.why_exact = cannot_record(error)
+        kind.record(lambda: RecordedPlan(self._mask_kind, inputs))
         if kind.recorded is None:
-            by_bounds = not kind.why_exact
-            return self._build_by_bounds() if by_bounds else replace(self._build_exactly(), why_exact=kind.why_exact)
+            return self._build_exactly(why=kind.why_exact)
         self._check_values()
         arguments, layout = kind.recorded(inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
@@ -213,7 +207,10 @@ class MaskPlan(Plan):
 
     @property
     def _mask_kind(self) -> MaskKind:
-        return MaskKind(self.mask, self.offset, self.size, self.lifted, self.block_size)
+        return self._kind_like(self.mask, self.offset, self.size)
+
+    def _kind_like(self, mask: Mask, offset: Offset, size: Size) -> MaskKind:
+        return MaskKind(mask, offset, size, self.lifted, self.block_size)
 
     def _build_first_of_kind(self) -> tuple[_PreparedMask, Kind]:
         """Plan exactly, and return the state of the kind.
@@ -233,7 +230,7 @@ class MaskPlan(Plan):
         return prepared, Kind("")
 
     @torch.no_grad()  # activation checkpointing must not count tensors that a mask with parameters would save
-    def _build_exactly(self) -> _PreparedMask:
+    def _build_exactly(self, why: str = "") -> _PreparedMask:
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)
         mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
@@ -254,7 +251,7 @@ class MaskPlan(Plan):
         if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
         self._bits = layout.bits
-        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {})
+        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {}, why)
 
     def block_mask(self) -> compat.BlockMask:
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
@@ -281,8 +278,8 @@ class MaskPlan(Plan):
             )
             return Form(made, given, list)
         if name in ("whole", "spanned"):
-            tensors: tuple[Sequence[Tensor], Recorded | None] = self._whole if name == "whole" else self._spanned
-            return Form(tensors[0], self.inputs, tensors[1])
+            tensors = self.whole if name == "whole" else self.spanned
+            return Form(tensors, self.inputs, self._recorded.get(name))
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
         program = None if prepared.recorded is None else prepared.recorded.make
@@ -304,43 +301,18 @@ class MaskPlan(Plan):
         is_long = self.size.q_len * self.size.kv_len > limits.PAIRS_WITHOUT_LIMIT
         return not (self.opaque or self.inputs or is_long) and self.size.device.type == "cpu"
 
-    @property
+    @functools.cached_property
     def whole(self) -> Whole:
         """The whole mask of a few queries.
 
         The host reads no value of a tensor, but of the first mask of a kind to check them.
         """
-        return self._whole[0]
+        return self._made(_WHOLE, "whole", Whole, lambda *given: whole_of(self._kind_like(*given)))
 
-    @property
+    @functools.cached_property
     def spanned(self) -> Spanned:
         """The whole mask of many queries. The host reads values as for `whole`."""
-        return self._spanned[0]
-
-    @functools.cached_property
-    def _whole(self) -> tuple[Whole, Recorded | None]:
-        return self._made_whole("whole", Whole, whole_of, _WHOLE)
-
-    @functools.cached_property
-    def _spanned(self) -> tuple[Spanned, Recorded | None]:
-        return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
-
-    def _made_whole(
-        self, what: str, form: type[_W], make: Callable[[MaskKind], _W], cache: Part[_W]
-    ) -> tuple[_W, Recorded | None]:
-        """Return a whole mask in a form, and the recorded operations that made it."""
-        recorded: list[Recorded | None] = [None]
-
-        def run(mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
-            with naming(self.mask), torch.no_grad():
-                return list(make(self._mask_kind._replace(mask=mask, offset=offset, size=size)))
-
-        def build() -> _W:
-            self._check_values()
-            tensors, recorded[0] = self._recorded_tensors(what, run)
-            return form(*tensors)
-
-        return self._cached(cache, build), recorded[0]
+        return self._made(_SPANNED, "spanned", Spanned, lambda *given: spanned_of(self._kind_like(*given)))
 
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.

@@ -20,6 +20,7 @@ from flexmasks.cache import ENTRY, FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.bounds import tensors_in, unread
 from flexmasks.plans.data import MaskData
+from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import is_captured, sized
@@ -66,9 +67,14 @@ class Kind:
     plans: int = 1
     recorded: Any = None
 
-    def is_to_be_recorded(self) -> bool:
-        """Return whether the next plan is recorded."""
-        return not self.why_exact and self.recorded is None and (self.records_soon or self.plans >= _PLANS_TO_RECORD)
+    def record(self, record: Callable[[], Any]) -> None:
+        """Record if that is due, or note why the plans cannot be recorded."""
+        is_due = self.records_soon or self.plans >= _PLANS_TO_RECORD
+        if is_due and self.recorded is None and not self.why_exact:
+            try:
+                self.recorded = record()
+            except Exception as error:  # torch's tracing raises errors of any type
+                self.why_exact = cannot_record(error)
 
 
 @dataclass
@@ -118,6 +124,7 @@ class Plan:
         structure, leaves = flatten(value)
         self.tensors = leaves.all_tensors
         self.spread: Spread = []  # filled by `_bind`
+        self._recorded: dict[str, Recorded | None] = {}  # what made tensors, by their name
         self.unreadable = structure.unreadable
         self.opaque = bool(self.unreadable)  # it may change unnoticed, so nothing is cached
         self._key = None if self.opaque else structure.key
@@ -241,10 +248,15 @@ class Plan:
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, places, *more_key
 
-    def _recorded_tensors(
-        self, what: str, make: Callable[[Any, Offset, Size], list[Tensor]], factored: bool = False
-    ) -> tuple[list[Tensor], Recorded | None]:
-        """Return tensors, and the recorded operations that made them, if they are recorded.
+    def _made(
+        self,
+        cache: Part[_P],
+        name: str,
+        form: Callable[..., _P],
+        make: Callable[[Any, Offset, Size], Sequence[Tensor]],
+        factored: bool = False,
+    ) -> _P:
+        """The tensors of a form, cached or made; `_recorded` then has the recorded operations that made them, if any.
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
@@ -253,16 +265,32 @@ class Plan:
         factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
             first time.
         """
-        captured, inputs = is_captured(self.size.device), self.inputs
         size = unread(self.size, self.offset)
+
+        def run(value: Any, offset: Offset) -> list[Tensor]:
+            with naming(self.value), torch.no_grad():
+                return list(make(value, offset, size))
+
+        def build() -> _P:
+            self._check_values()
+            return form(*self._recorded_tensors(name, run, factored))
+
+        return self._cached(cache, build)
+
+    def _check_values(self) -> None:
+        """Check the values of tensors on a CPU, where reading them costs nothing."""
+        raise NotImplementedError
+
+    def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]], factored: bool) -> list[Tensor]:
+        captured, inputs = is_captured(self.size.device), self.inputs
         # A sum and its factors differ in their shapes, and a kernel is compiled for each.
         records_first = factored and not captured and self.size.device.type in _FACTORED_ON
         if self._kind_key is None:
-            made = None
+            alone = Kind("")
             if records_first and not (inputs or self.opaque):
-                made = self._recording(lambda: make(self.value, self.offset, size), [], factored)
-            return make(self.value, self.offset, size) if isinstance(made, str | None) else made([]), None
-        kind_key = self._kind_of(what)
+                alone.record(lambda: Recorded(lambda: run(self.value, self.offset), [], lends=True, factored=factored))
+            return run(self.value, self.offset) if alone.recorded is None else alone.recorded([])
+        kind_key = self._kind_of(name)
         kind = PROGRAMS.get(kind_key)
         is_first = kind is None
         if kind is None:
@@ -271,28 +299,17 @@ class Plan:
                 self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:
             kind.plans += 1
-        if not captured and (records_first or not is_first) and kind.is_to_be_recorded():
+        if not captured and (records_first or not is_first):
 
-            def run(*tensors: Tensor) -> list[Tensor]:
-                value, offset = replaced((self.value, self.offset), zip(inputs, tensors, strict=True))
-                return make(value, offset, size)
+            def run_with(*tensors: Tensor) -> list[Tensor]:
+                return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
-            recorded = self._recording(run, inputs, factored)
-            if isinstance(recorded, str):
-                kind.why_exact = recorded
-            else:
-                kind.recorded = recorded
-        tensors = make(self.value, self.offset, size) if kind.recorded is None else kind.recorded(inputs)
+            kind.record(lambda: Recorded(run_with, inputs, lends=True, factored=factored))
+        tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not captured:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
-        return tensors, kind.recorded
-
-    def _recording(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool) -> Recorded | str:
-        """Return recorded operations, or why they cannot be recorded."""
-        try:
-            return Recorded(run, inputs, lends=True, factored=factored)
-        except Exception as error:  # torch's tracing raises errors of any type
-            return cannot_record(error)
+        self._recorded[name] = kind.recorded
+        return tensors
 
     def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:

@@ -14,7 +14,7 @@ from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import tensors_in, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
-from flexmasks.plans.recorded import Form, Learning, Recorded
+from flexmasks.plans.recorded import Form, Learning
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
@@ -60,23 +60,14 @@ class ScorePlan(Plan):
         """The cap, if the score change is a soft-cap."""
         return cap_of(self.score, unread(self.size, self.offset))
 
-    @property
+    @functools.cached_property
     def added(self) -> Added:
         """The numbers that the score change adds; it must only add."""
-        return self._added[0]
+        return self._made(_ADDED, "added", Added, lambda *given: [added_of(*given)], factored=True)
 
-    @functools.cached_property
-    def _added(self) -> tuple[Added, Recorded | None]:
-        made: list[Recorded | None] = [None]
-
-        def build() -> Added:
-            if self.size.device.type == "cpu":
-                sized(self.size, self.offset)  # checks the values of the offset
-            tensors, made[0] = self._recorded_tensors("added", self._added_of, factored=True)
-            return Added(*tensors)
-
-        added = self._cached(_ADDED, build)
-        return added, made[0]
+    def _check_values(self) -> None:
+        if self.size.device.type == "cpu":
+            sized(self.size, self.offset)  # of the offset
 
     @property
     def is_bias(self) -> bool:
@@ -97,8 +88,7 @@ class ScorePlan(Plan):
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
         if name == "added":
-            added, recorded = self._added
-            return Form([t for t in added if t is not None], self.inputs, recorded)
+            return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
         if self.prepares_tensors and not self.is_bias:
             raise Opaque("tensors that are made for the score change")
         return Form(spread=self.spread)
@@ -110,14 +100,10 @@ class ScorePlan(Plan):
         """
         if not isinstance(self.offset, int) or is_captured(self.size.device):
             return None
-        added, recorded = self._added
+        added, recorded = self.added, self._recorded.get("added")
         if self.inputs and (recorded is None or recorded.varies[0]):
             return None
         return line_of(added.numbers, self.size, self.offset)
-
-    def _added_of(self, score: Score, offset: Offset, size: Size) -> list[Tensor]:
-        with naming(self.score), torch.no_grad():
-            return [added_of(score, offset, size)]
 
     @property
     def prepares_tensors(self) -> bool:
