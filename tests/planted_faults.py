@@ -91,7 +91,7 @@ FAULTS: list[Fault] = [
         "all_visible = decided.certain.clone(memory_format=torch.contiguous_format)",
     ),
     Fault("blocks/build.py", "(b, h, part, kv), 4))", "(b, h, q[: len(part)], kv), 4))"),
-    Fault("blocks/lists.py", "runs.line * rows + matrices * rows * (columns", "runs.line * rows + rows * (columns"),
+    Fault("blocks/lists.py", "first_place[kind] + (runs.line", "(runs.line"),
     Fault("blocks/lists.py", "first_line[1:], right=True)", "first_line[1:])"),
     Fault(
         "blocks/lists.py",

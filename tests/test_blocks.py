@@ -45,7 +45,7 @@ from flexmasks.blocks import Elements, Layout, dependence, limits, lists, materi
 from flexmasks.blocks.bits import bits_in_parts
 from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
-from flexmasks.blocks.lists import index_lists, narrow_index_lists
+from flexmasks.blocks.lists import index_lists
 from flexmasks.blocks.undecided import look_at
 from flexmasks.ranges.evaluate import evaluate
 
@@ -851,7 +851,7 @@ def test_narrow_lists_are_the_first_places_of_wide_ones(data: st.DataObject) -> 
     marked = torch.rand(sizes, generator=generator) < share
     marked[1] &= ~marked[0]  # no block is partial and full
     wide = index_lists(marked, torch.ones(2 * marked.numel(), dtype=torch.int32))
-    narrow = narrow_index_lists(marked)
+    narrow = index_lists(marked, narrow=True)
     for counts, more_counts in zip(wide[::2], narrow[::2], strict=True):
         assert torch.equal(counts, more_counts)
     for counts, mine, theirs in zip(wide[::2], narrow[1::2], wide[1::2], strict=True):

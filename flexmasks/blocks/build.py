@@ -14,7 +14,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.blocks.lists import flat_nonzero, index_lists, narrow_index_lists
+from flexmasks.blocks.lists import flat_nonzero, index_lists
 from flexmasks.blocks.undecided import look_at
 from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
@@ -70,7 +70,7 @@ def build(
         batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
         limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device, has_wide_lists=not may_be_narrow)
     work = Work.exact() if work is None else work
-    decided = decide_within(work, mask_mod, batch, heads, q_len, kv_len, device, block_size)
+    decided = decide_within(work, mask_mod, batch, heads, rows, columns, device)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
     is_narrow = may_be_narrow and 4 * math.prod(shape) > limits.ENTRIES_OF_WIDE_LISTS
     limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device, has_wide_lists=not is_narrow)
@@ -83,19 +83,9 @@ def build(
     found = _find(decided, elements, rows, columns, with_bits)
     not_understood, marked = decided.not_understood, found.partial_and_full
     del decided  # frees its memory before the lists are made
-    lists = narrow_index_lists(marked) if is_narrow else index_lists(marked, ones)
-    indices = tuple(t.to(device) for t in lists)
-    return Layout(
-        q_len,
-        kv_len,
-        block_size,
-        indices,
-        found.undecided,
-        not_understood,
-        found.bits,
-        found.unknown,
-        found.unknown_pairs,
-    )
+    indices = tuple(t.to(device) for t in index_lists(marked, ones, is_narrow))
+    facts = found.undecided, not_understood, found.bits, found.unknown, found.unknown_pairs
+    return Layout(q_len, kv_len, block_size, indices, *facts)
 
 
 class _Found(NamedTuple):
@@ -153,7 +143,7 @@ def bounds(
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
     if not compat.is_compiling():
         limits.check_blocks(1, (q_len, kv_len), block_size, device)
-    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size, reads_values=False)
+    decided = decide(mask_mod, batch, heads, rows, columns, device, reads_values=False)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
     full, possible = decided.certain.expand(shape), decided.possible.expand(shape)
     if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
@@ -166,20 +156,11 @@ def bounds(
     return Layout(q_len, kv_len, block_size, indices, None, decided.not_understood)
 
 
-def any_visible(
-    mask_mod: MaskMod,
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-    block_size: tuple[int, int],
-) -> Tensor:
+def any_visible(mask_mod: MaskMod, batch: int, heads: int, rows: Axis, columns: Axis, device: torch.device) -> Tensor:
     """Whether any pair of each block is visible, so that kernels compute it: bool [B, H, rows, columns], with B and H 1
     if the mask does not depend on the index.
     """
-    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
-    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
+    decided = decide(mask_mod, batch, heads, rows, columns, device)
     visible = look_at(Elements(mask_mod, device, decided.widest), decided, rows, columns)[0]
     return visible.expand(*visible.shape[:2], rows.count, columns.count)
 

@@ -67,10 +67,9 @@ def decide(
     mask_mod: MaskMod,
     batch: int,
     heads: int,
-    q_len: int,
-    kv_len: int,
+    rows: Axis,
+    columns: Axis,
     device: torch.device,
-    block_size: tuple[int, int],
     reads_values: bool = True,
 ) -> Decided:
     """What ranges know of each block; few blocks are decided on the CPU, and the result stays there.
@@ -78,7 +77,6 @@ def decide(
     reads_values: whether the host may read values of tensors. If not, all is decided on `device`, by operations whose
         shapes depend on shapes only.
     """
-    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
     blocks = rows.count * columns.count
     sizes = batch, heads
     if batch * heads > 1 and batch * heads * blocks > limits.BLOCKS_AT_ONCE:
@@ -93,24 +91,16 @@ def decide(
 
 
 def decide_within(
-    work: Work,
-    mask_mod: MaskMod,
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-    block_size: tuple[int, int],
+    work: Work, mask_mod: MaskMod, batch: int, heads: int, rows: Axis, columns: Axis, device: torch.device
 ) -> Decided:
     """What `decide` returns. Of many blocks whose decision would take too much work, groups are decided."""
-    (height, width), lengths = block_size, (q_len, kv_len)
-    rows, columns = Axis(q_len, height), Axis(kv_len, width)
     if work.limit < math.inf:
-        groups = decide(mask_mod, batch, heads, *lengths, device, (_GROUP * height, _GROUP * width))
+        tall, wide = (Axis(axis.length, _GROUP * axis.block_size) for axis in (rows, columns))
+        groups = decide(mask_mod, batch, heads, tall, wide, device)
         if groups.computed * _GROUP**2 > limits.WORK_OF_DECIDING:
             certain, possible = (_of_members(x, rows.count, columns.count) for x in (groups.certain, groups.possible))
             return groups._replace(certain=certain, possible=possible)
-    return decide(mask_mod, batch, heads, *lengths, device, block_size)
+    return decide(mask_mod, batch, heads, rows, columns, device)
 
 
 def _of_members(groups: Tensor, rows: int, columns: int) -> Tensor:

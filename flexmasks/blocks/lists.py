@@ -96,38 +96,54 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 # --- making ---
 
 
-def index_lists(partial_and_full: Tensor, ones: Tensor | None = None) -> list[Tensor]:
+def index_lists(partial_and_full: Tensor, ones: Tensor | None = None, narrow: bool = False) -> list[Tensor]:
     """The eight index tensors of a BlockMask.
 
     partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
     ones: int32 ones, two for each element of `partial_and_full`, that become the lists; made here by default.
+    narrow: only the first columns of the lists are made, as many as the fullest list of a kind needs. They take less
+        memory where few blocks are marked. The host reads how many that are.
 
     A line is a row or a column of one matrix of blocks. Its list names the line's marked places in order and behind
     them all other places, as torch has it: 1 2 4 0 3 5 if places 1, 2 and 4 of 6 are marked. Within a run of marked
     places, and within a gap between runs, the list counts up by one. It jumps from each run to the next, from the last
     run to the first gap, and from each gap to the next. So the list is the cumulative sum of ones and jumps.
+
+    Raises MemoryError if there is too little memory for narrow lists.
     """
-    rows, columns = partial_and_full.shape[-2:]
-    matrices = partial_and_full[..., 0, 0].numel()
     if not partial_and_full.is_cuda and _number_of_edges(partial_and_full) > _MOST_EDGES:
         return _lists_by_strips(partial_and_full)
+    rows, columns = partial_and_full.shape[-2:]
+    of_kind, device = partial_and_full[0, ..., 0, 0].numel(), partial_and_full.device
     runs = _runs(partial_and_full)
+    lines, widths = [of_kind * n for n in (rows, rows, columns, columns)], [columns, columns, rows, rows]
+    counts = torch.zeros(sum(lines), dtype=torch.int64, device=device)
+    counts.index_add_(0, runs.line, runs.end - runs.first)
+    if narrow:
+        fullest = torch.stack([count.max() for count in counts.split(lines)]).tolist()
+        # Widths are rounded up: kernels are compiled for some widths only.
+        widths = [min(-(-max(n, 1) // _WIDTHS) * _WIDTHS, most) for n, most in zip(fullest, widths, strict=True)]
+    sizes = [n * width for n, width in zip(lines, widths, strict=True)]
+    if narrow:
+        limits.check_lists(sum(sizes), device)
     if ones is None:
-        ones = torch.ones(2 * partial_and_full.numel(), dtype=torch.int32, device=partial_and_full.device)
-    counts = _counts(runs, matrices * (rows + columns))
-    lists = [part.view(-1, n) for part, n in zip(ones.chunk(2), (columns, rows), strict=True)]
+        ones = torch.ones(sum(sizes), dtype=torch.int32, device=device)
+    lists = [part.view(-1, width) for part, width in zip(ones.split(sizes), widths, strict=True)]
     for part in lists:
         part[:, 0] = 0
-    list_length: int | Tensor = columns
-    list_start = runs.line * columns
-    if rows != columns:
-        is_column = runs.line >= matrices * rows
-        list_length = torch.where(is_column, rows, columns)
-        list_start = torch.where(is_column, runs.line * rows + matrices * rows * (columns - rows), list_start)
+    list_length: int | Tensor = widths[0]
+    list_start = runs.line * list_length
+    if len({*widths}) > 1:
+        width, first_line, first_place = torch.tensor(
+            [widths, *([0, *itertools.accumulate(numbers[:-1])] for numbers in (lines, sizes))], device=device
+        )
+        kind = torch.bucketize(runs.line, first_line[1:], right=True)
+        list_length = width[kind]
+        list_start = first_place[kind] + (runs.line - first_line[kind]) * list_length
     _add_jumps(ones, runs, counts, list_start, list_length)
     for part in lists:
         torch.cumsum(part, 1, dtype=torch.int32, out=part)
-    return _index_tensors(partial_and_full, counts, [of_kind for part in lists for of_kind in part.chunk(2)])
+    return _index_tensors(partial_and_full, counts, lists)
 
 
 def _number_of_edges(partial_and_full: Tensor) -> int:
@@ -150,42 +166,6 @@ def _lists_by_strips(partial_and_full: Tensor) -> list[Tensor]:
             for strip in strips:
                 strip[n] = strip[n][:0]  # frees its memory
     return index_tensors
-
-
-def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
-    """The first columns of the lists of `index_lists`, as many as the fullest list of a kind needs: they take less
-    memory where few blocks are marked. The host reads how many that are.
-
-    partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
-
-    Raises MemoryError if there is too little memory.
-    """
-    rows, columns = partial_and_full.shape[-2:]
-    of_kind, device = partial_and_full[0, ..., 0, 0].numel(), partial_and_full.device
-    runs = _runs(partial_and_full)
-    lines = [of_kind * rows, of_kind * rows, of_kind * columns, of_kind * columns]
-    counts = _counts(runs, sum(lines))
-    fullest = torch.stack([count.max() for count in counts.split(lines)]).tolist()
-    # Widths are rounded up: kernels are compiled for some widths only.
-    widths = [
-        min(-(-max(n, 1) // _WIDTHS) * _WIDTHS, most)
-        for n, most in zip(fullest, (columns, columns, rows, rows), strict=True)
-    ]
-    sizes = [n * width for n, width in zip(lines, widths, strict=True)]
-    limits.check_lists(sum(sizes), device)
-    flat = torch.ones(sum(sizes), dtype=torch.int32, device=device)
-    lists = [part.view(-1, width) for part, width in zip(flat.split(sizes), widths, strict=True)]
-    for part in lists:
-        part[:, 0] = 0
-    width, first_line, first_place = torch.tensor(
-        [widths, *([0, *itertools.accumulate(numbers[:-1])] for numbers in (lines, sizes))], device=device
-    )
-    kind = torch.bucketize(runs.line, first_line[1:], right=True)
-    list_start = first_place[kind] + (runs.line - first_line[kind]) * width[kind]
-    _add_jumps(flat, runs, counts, list_start, width[kind])
-    for part in lists:
-        torch.cumsum(part, 1, dtype=torch.int32, out=part)
-    return _index_tensors(partial_and_full, counts, lists)
 
 
 def _index_tensors(partial_and_full: Tensor, counts: Tensor, lists: list[Tensor]) -> list[Tensor]:
@@ -220,11 +200,6 @@ def _runs(partial_and_full: Tensor) -> _Runs:
     first, end = keys.view(-1, 2).unbind(1)
     line = first // width
     return _Runs(line, first - line * width, end - line * width)
-
-
-def _counts(runs: _Runs, lines: int) -> Tensor:
-    counts = torch.zeros(lines, dtype=torch.int64, device=runs.line.device)
-    return counts.index_add_(0, runs.line, runs.end - runs.first)
 
 
 def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, list_start: Tensor, list_length: Tensor | int) -> None:

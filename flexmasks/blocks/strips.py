@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.blocks import limits
 from flexmasks.blocks.build import any_visible, build
 from flexmasks.blocks.counts import Blocks
-from flexmasks.blocks.decide import decide, dependence
+from flexmasks.blocks.decide import Axis, decide, dependence
 from flexmasks.blocks.elements import MaskMod
 from flexmasks.blocks.work import Work
 
@@ -48,9 +48,10 @@ def count_in_strips(
     height, width = block_size
     rows_of_strip = height * max(1, _BLOCKS_OF_STRIP // -(-kv_len // width))
     columns_of_part = width * max(1, rows_of_strip // width)
-    shape = -(-q_len // rows_of_strip), -(-kv_len // columns_of_part)
+    strips, parts = Axis(q_len, rows_of_strip), Axis(kv_len, columns_of_part)
+    shape = strips.count, parts.count
     limits.check_blocks(1, (q_len, kv_len), (rows_of_strip, columns_of_part), device)
-    decided = decide(mask_mod, 1, 1, q_len, kv_len, device, (rows_of_strip, columns_of_part))
+    decided = decide(mask_mod, 1, 1, strips, parts, device)
     certain, possible = (x[0, 0].cpu().expand(shape).clone() for x in (decided.certain, decided.possible))
     if q_len % height:  # blocks that the edge cuts are partial
         certain[-1] = False
@@ -111,18 +112,18 @@ def visible_in_strips(
     columns = -(-kv_len // width)
     rows_of_strip = min(max(1, _VISIBLE_OF_STRIP // (batch * heads * columns)), -(-(stop - start) // height))
     tall, wide = rows_of_strip * height, rows_of_strip * width  # a strip is cut into parts of this width
-    decided = decide(_moved(mask_mod, start, 0), batch, heads, stop - start, kv_len, device, (tall, wide))
-    shape = (*decided.certain.shape[:2], -(-(stop - start) // tall), -(-kv_len // wide))
+    strips, wide_parts = Axis(stop - start, tall), Axis(kv_len, wide)
+    decided = decide(_moved(mask_mod, start, 0), batch, heads, strips, wide_parts, device)
+    shape = (*decided.certain.shape[:2], strips.count, wide_parts.count)
     certain, possible = (x.expand(shape).cpu() for x in (decided.certain, decided.possible))
     undecided = (possible & ~certain).flatten(0, 1).any(0)
     for strip, first in enumerate(range(start, stop, tall)):
-        q_len = min(tall, stop - first)
+        queries = Axis(min(tall, stop - first), height)
         parts = certain[:, :, strip, None].repeat_interleave(rows_of_strip, 3)[..., :columns]
-        visible = parts.expand(-1, -1, -(-q_len // height), -1).to(device, copy=True)
+        visible = parts.expand(-1, -1, queries.count, -1).to(device, copy=True)
         for part, end in _runs(undecided[strip].nonzero()[:, 0].tolist()):
-            kv_end = min(kv_len, end * wide)
-            part_mod = _moved(mask_mod, first, part * wide)
-            seen = any_visible(part_mod, batch, heads, q_len, kv_end - part * wide, device, block_size)
+            keys = Axis(min(kv_len, end * wide) - part * wide, width)
+            seen = any_visible(_moved(mask_mod, first, part * wide), batch, heads, queries, keys, device)
             visible[..., part * rows_of_strip : end * rows_of_strip] = seen.to(device)
         yield first, visible
 

@@ -34,9 +34,7 @@ _READS: Part[bool] = Part(KINDS, "reads_queries")
 
 
 def aligned(call: str, q_offset: Any, size: Size, values: Sequence[Modifier | None]) -> Any:
-    """Return where queries start: what the caller says, or what follows from the lengths and functions.
-
-    values: the mask and the score change.
+    """Return where queries start: what the caller says, or what follows from the lengths and functions, `values`.
 
     Raises ValueError in the name of `call` if it does not follow.
     """
@@ -65,7 +63,6 @@ def may_differ(q_len: int, kv_len: int) -> bool:
 
 
 def of_word(call: str, word: str, q_len: int, kv_len: int) -> int:
-    """Return where queries start, "first" or "last"."""
     if word not in WORDS:
         fail(f"`q_offset` must be 'first', 'last', an int, or integers [B], got {word!r}.", call=call)
     if word == "first":
@@ -88,11 +85,9 @@ def _counts(q_len: int, kv_len: int) -> str:
 
 
 def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
-    """Return whether a mask or score change may depend on the query's position.
+    """Return whether a mask or score change may depend on the query's position; `if_wrong` if its parameters are wrong.
 
     A table with a row for each query of the call says by itself where they are.
-
-    if_wrong: the result for wrong parameters, whose errors are raised elsewhere.
     """
     if value.definition in _OPERATORS:
         return any(reads_queries(m, size, if_wrong) for m in value.operands())

@@ -1,7 +1,4 @@
-"""Plans of masks with tensors, from ranges alone.
-
-The host reads no value of a tensor.
-"""
+"""Plans of masks with tensors, from ranges alone: the host reads no value of a tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class MaskKind(NamedTuple):
 
 
 def unread(size: Size, offset: Offset) -> Size:
-    """Return the size without reading the offset; queries start among the keys.
+    """The size without reading the offset; queries start among the keys.
 
     torch traces this function, and takes dataclasses.replace apart at each call.
     """
@@ -50,10 +47,7 @@ def unread(size: Size, offset: Offset) -> Size:
 
 
 def plan_bounds(kind: MaskKind) -> Resolved:
-    """Return the arguments and the blocks of a mask, by operations of fixed shapes.
-
-    Blocks that ranges cannot decide are partial. Raises what the mask's own function raises.
-    """
+    """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises."""
     size = unread(kind.size, kind.offset)
     arguments = kind.mask.resolve(size, kind.lifted)
     mask_mod = _with_implied_band(kind.mask, size, shifted_mask(kind.mask.bind(arguments), kind.offset))
@@ -62,10 +56,10 @@ def plan_bounds(kind: MaskKind) -> Resolved:
 
 
 def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
-    """Return a mask_mod that shows the same pairs and is better for ranges.
+    """A mask_mod that shows the same pairs, in which ranges see how far keys are from queries.
 
-    In it, ranges see how far keys are from queries. Inside sequences that lie end to end, the distance of two positions
-    is that of their tokens, which ranges of positions do not show.
+    Inside sequences that lie end to end, the distance of two positions is that of their tokens, which ranges of
+    positions do not show.
     """
     band = band_of(mask, size)
     if band is None or band.sequences is None:
@@ -105,14 +99,14 @@ class RecordedPlan:
         self._arguments = _with_tensors(self._arguments, (torch.empty(0) for _ in self._index_bounds))
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
-        """Return the arguments and the blocks of a mask with these tensors."""
+        """The arguments and the blocks of a mask with these tensors."""
         made = self.make(inputs)
         count = len(made) - len(self._index_bounds)
         arguments = _with_tensors(self._arguments, iter(made[count:]))
         return Resolved(arguments, replace(self._layout, indices=tuple(made[:count])))
 
     def make(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the index tensors, and behind them the tensors among the arguments."""
+        """The index tensors, and behind them the tensors among the arguments."""
         made = self._recorded(inputs)
         count = len(made) - len(self._index_bounds)
         for tensor, index_bounds in zip(made[count:], self._index_bounds, strict=True):
@@ -122,19 +116,19 @@ class RecordedPlan:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in what `Mask.resolve` or `Score.resolve` returned, in order."""
+    """The tensors in what `Mask.resolve` or `Score.resolve` returned, in order."""
     if isinstance(value, Tensor):
         return [value]
     return [t for child in _children(value) for t in tensors_in(child)]
 
 
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
-    """Return whether a function for kernels alone reads tensors, given what `resolve` returned."""
+    """Whether a function for kernels alone reads tensors, given what `resolve` returned."""
     return value.has_other_function() and bool(tensors_in(resolved))
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a copy with other tensors in the order of `tensors_in`."""
+    """A copy with other tensors, in the order of `tensors_in`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):

@@ -19,7 +19,6 @@ INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def fail(message: str, kind: type[Exception] = ValueError, call: str = ATTENTION) -> NoReturn:
-    """Raise an error that names the call."""
     raise kind(f"{call}: {message}")
 
 
@@ -31,7 +30,6 @@ def described(x: Any) -> str:
 
 
 def any_nested(*tensors: Any) -> bool:
-    """Return whether a nested tensor is among the arguments."""
     return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
 
 
@@ -111,10 +109,7 @@ def check_cache(
 
 
 def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
-    """Check that tensors are dense, have as many dimensions as named, and have heads.
-
-    tensors: each tensor by name, with its dimensions as text.
-    """
+    """Check that tensors are dense and not empty; `tensors` has each by name, with its dimensions as text."""
     for name, (x, dims) in tensors.items():
         if not isinstance(x, Tensor):
             wrong(f"`{name}` must be a tensor {dims}", TypeError)
@@ -133,7 +128,6 @@ def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int, adv
 
 
 def check_scale(scale: Any) -> None:
-    """Check the factor of q @ k^T."""
     if scale is None:
         return
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -144,7 +138,6 @@ def check_scale(scale: Any) -> None:
 
 
 def check_sinks(q: Any, sink_logits: Any) -> None:
-    """Check the logits of attention sinks, [H]."""
     if any_nested(q):
         fail("jagged nested tensors take no `sink_logits`.")
     heads = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else "H"
@@ -155,8 +148,6 @@ def check_sinks(q: Any, sink_logits: Any) -> None:
 
 
 def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> None:
-    """Check where the queries start: an int, or an integer tensor [batch]."""
-
     def wrong(got: str, kind: type[Exception] = ValueError) -> NoReturn:
         # torch.compile compiles for each batch size alone if the size is formatted, so only an error does that.
         wanted = f"an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
@@ -172,14 +163,13 @@ def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> 
 
 
 def check_varlen(**tensors: Any) -> None:
-    """Check that tensors, given by their names, are [total, H, D]."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             fail(f"`{name}` must be a tensor [total, H, D], got {described(x)}.", call=VARLEN)
 
 
 def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
-    """Return offsets of sequences as an integer tensor [N + 1]. Their values are checked when they are planned."""
+    """Offsets of sequences as an integer tensor [N + 1], whose values are checked when they are planned."""
     try:
         offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -201,8 +191,6 @@ def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, starts: Ten
     kv_lens: the numbers of keys that the queries are the last ones of, or None if they start where `starts` says.
     starts: the position of the first query of each sequence.
     room: the number of keys that a sequence may have.
-
-    A sequence without keys is idle, and may have any number of queries.
     """
     counts = offsets.diff()
     first, last, least = torch.stack([offsets[0], offsets[-1], counts.min()]).tolist()
@@ -222,12 +210,7 @@ def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, starts: Ten
 
 
 def check_are_last(call: str, kv_lens: Tensor, counts: int | Tensor) -> None:
-    """Check that queries may be the last ones of each sequence.
-
-    A sequence without keys is idle.
-
-    counts: the number of queries of each sequence, int[N], or one for all.
-    """
+    """Check that queries, `counts` of each sequence, may be its last ones. One without keys is idle, and has any."""
     is_short = (kv_lens > 0) & (kv_lens < counts)
     if bool(is_short.any()):
         s = int(is_short.nonzero()[0])
@@ -240,7 +223,6 @@ def check_are_last(call: str, kv_lens: Tensor, counts: int | Tensor) -> None:
 
 
 def check_block_mask(block_mask: Any, size: Size) -> None:
-    """Check that a BlockMask was made for the sizes of a call."""
     if not isinstance(block_mask, compat.BlockMask):
         fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
     if block_mask.kv_indices.ndim != 4:

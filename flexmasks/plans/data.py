@@ -52,11 +52,9 @@ class MaskData:
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the tensors with the bits, on which kernels depend."""
         return self.words.shape, self.table.shape
 
     def block_mask(self, for_flash: bool = False) -> compat.BlockMask:
-        """Return the BlockMask, whose function reads the bits."""
         read = _divided if for_flash else reading_bits
         arguments: Any = (
             self.lengths, *self.lists, self.block_size, read(self.words, self.table, self.block_size),
@@ -65,10 +63,9 @@ class MaskData:
 
 
 def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | None = None) -> MaskData:
-    """Return a BlockMask's blocks, and the bits of partial ones.
+    """A BlockMask's blocks, and the bits of partial ones, which are computed if they are not given.
 
     batch, heads: sizes of a call. Small lists are repeated for each of them, so that all masks have the same kernel.
-    bits: those of the BlockMask's partial blocks, if they are known.
 
     Raises CannotBeData, and TooLargeForData for too many different blocks. Raises what the mask's function raises.
     """
@@ -96,7 +93,7 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of 2 that is at least n, and 0 for 0."""
+    """The least power of 2 that is at least n, and 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
@@ -129,10 +126,7 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
 def _distinct_words(
     parts_of_words: Iterable[Tensor], block_size: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the different blocks' words, each block's number, and how many differ.
-
-    parts_of_words: int32 [n, queries, keys / 32] of all blocks, in parts.
-    """
+    """The different blocks' words, each block's number, and how many differ."""
     height, width = block_size
     bytes_of_block = height * width // 8
     weights = torch.randint(-(1 << 62), 1 << 62, (height * width // BITS,), generator=torch.Generator().manual_seed(0))
@@ -161,16 +155,15 @@ def _distinct_words(
 
 
 def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parts as one, without repetitions, and all numbers in it."""
+    """The parts as one, without repetitions, and all numbers in it."""
     distinct, number = _distinct(torch.cat(parts), weights)
     return [distinct], [number[torch.cat(numbers)]]
 
 
 def _distinct(words: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different rows, and the number of each row among them.
+    """The different rows, and the number of each row among them. The host waits for the device once.
 
     Rows are compared by their sums with random weights. If the sums of two different rows are equal, rows are sorted.
-    The host waits for the device once.
     """
     if not len(words):
         return words, torch.zeros(0, dtype=torch.int64, device=words.device)

@@ -35,12 +35,10 @@ class Part:
         return sum(t.nbytes for t in (*self.pages, self.firsts, self.lasts, self.q_offset, self.kv_lens))
 
     def gathered(self, cache: Tensor) -> Tensor:
-        """Return a copy of the keys or values of each batch element.
+        """Copy the keys or values of each batch element from a cache [n_pages, page_size, Hkv, D]: [G, Hkv, room, D].
 
-        The copy is [G, Hkv, room, D]. Places behind the last page in use hold 0 up to the end of a block, where kernels
-        may read them, and then anything.
-
-        cache: [n_pages, page_size, Hkv, D].
+        Places behind the last page in use hold 0 up to the end of a block, where kernels may read them, and then
+        anything.
         """
         size = cache.shape[1]
         keys = cache.new_empty(len(self.pages), self.room, *cache.shape[2:])
@@ -52,9 +50,7 @@ class Part:
 
 
 def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, cache: Tensor) -> list[Part]:
-    """Return the parts of a batch.
-
-    Their copies of keys or values, those of the given cache, take bounded memory.
+    """The parts of a batch, whose copies of the cache's keys or values take bounded memory.
 
     The host reads the lengths. None of the given tensors is kept.
     """

@@ -121,14 +121,12 @@ class HeldPlan:
         return [compat.version(t) for tensors in self.tensors.values() for t in tensors]
 
     def launch(self, key: Hashable) -> Launch | None:
-        """Return what an earlier call of a kind has made ready, or None."""
         if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
             self.launches.clear()
             self._versions = self._present_versions()
         return self.launches.get(key)
 
     def keep(self, key: Hashable, launch: Launch) -> None:
-        """Keep what a call has made ready, for later calls of its kind."""
         if len(self.launches) >= _MAX_LAUNCHES:
             self.launches.pop(next(iter(self.launches)))
         self.launches[key] = launch
@@ -172,7 +170,6 @@ class HeldPlan:
         self._versions = self._present_versions()
 
     def _checked(self, name: str, value: Any) -> Tensor:
-        """Return a new value for the tensors of a name."""
         if name not in self.tensors or not name:
             known = ", ".join(f"`{n}`" for n in self.tensors if n) or "none"
             fail(f"the plan has no tensor `{name}`; it has {known}. Numbers are fixed: make a new plan.", call=_UPDATE)
@@ -221,7 +218,7 @@ _UPDATE = "flexmasks.Plan.update"
 
 
 def unwrapped(q: Any, k: Any, request: Any) -> Any:
-    """Return a request with the mask and the score change of its plan, whose sizes are checked."""
+    """The request with the mask and the score change of its plan, whose sizes are checked."""
     held = request.mask
     if not isinstance(held, HeldPlan):
         return request

@@ -39,9 +39,9 @@ class Intervals:
 
 
 def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
-    """Return a mask as intervals, or None.
+    """A mask as intervals if it is a band, which may hide the keys behind the lengths of sequences, else None.
 
-    It must be a band, and may hide the keys behind the lengths of sequences. No value of a tensor is read.
+    No value of a tensor is read.
     """
     bands: list[Band] = []
     lens: Tensor | None = None
@@ -63,7 +63,7 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
-    """Return the masks of which all must show a pair."""
+    """The masks of which all must show a pair."""
     if mask.definition is not AND:
         yield mask
         return

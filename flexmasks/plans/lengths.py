@@ -61,7 +61,6 @@ class Lengths:
         return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
 
     def _device(self, call: str, mask: Modifier) -> torch.device:
-        """Return the device asked for, or the device of the parameters' tensors, or the CPU."""
         device = self.device
         if device is None:
             mask.check_data(call)
@@ -87,7 +86,6 @@ class Lengths:
 
 
 def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> MaskPlan:
-    """Return the plan of a mask over lengths that a user gave to `call`."""
     given = lengths.block_size
     block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
     if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
@@ -97,25 +95,19 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> Ma
 
 
 def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
-    """Return the BlockMask of a mask over lengths that a user gave to `call`."""
     plan = plan_mask(call, mask, lengths)
-    return _portable_data(plan) if as_data else _portable(plan, plan.block_mask())
+    if not as_data:
+        return _portable(plan, plan.block_mask())
+    data = plan.data_alone()
+    return PortableBlockMask.of(data.block_mask(), OfData(data.words, data.table))
 
 
 def _portable(plan: MaskPlan, block_mask: compat.BlockMask) -> PortableBlockMask:
     return PortableBlockMask.of(block_mask, OfMask(plan.mask, plan.size.batch, plan.size.heads, plan.offset))
 
 
-def _portable_data(plan: MaskPlan) -> PortableBlockMask:
-    data = plan.data_alone()
-    return PortableBlockMask.of(data.block_mask(), OfData(data.words, data.table))
-
-
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
-    """Return a mask over the lengths given to `call`, as booleans.
-
-    The result is [batch or 1, heads or 1, q_len, kv_len].
-    """
+    """The mask as booleans [batch or 1, heads or 1, q_len, kv_len]."""
     size, open_extents, q_offset = lengths.check(call, mask)
     mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
     check_open_extents(mask, mask_mod, size, open_extents)
@@ -124,7 +116,6 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
 
 
 def count_blocks(mask: Mask, q_len: int, kv_len: int | None, exact: bool = True, **sizes: Any) -> Blocks:
-    """Return what `Mask.blocks` returns."""
     plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes), exact)
     blocks = plan.blocks()
     return replace(blocks, block_mask=_portable(plan, blocks.block_mask))

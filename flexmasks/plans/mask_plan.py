@@ -114,7 +114,7 @@ class MaskPlan(Plan):
         vars(self).pop("_prepared", None)
 
     def resized(self, block_size: tuple[int, int]) -> MaskPlan:
-        """Return the plan of the same mask in blocks of another size. It is made once."""
+        """The plan of the same mask in blocks of another size, made once."""
         if block_size == self.block_size:
             return self
         if block_size not in self._resized:
@@ -131,10 +131,7 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
-        """The mask as intervals of keys, or None.
-
-        The host reads values of tensors only to check them, on a GPU for the first mask of a kind.
-        """
+        """The mask as intervals of keys, or None. The host reads values as for `whole`."""
         if self.opaque:
             return None
         intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
@@ -148,7 +145,6 @@ class MaskPlan(Plan):
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
     def _check_first_values(self) -> None:
-        """Check the values of tensors if the mask is the first of its kind."""
         if self._kind_key is None or is_captured(self.size.device):
             return
         key = self._kind_of("intervals")
@@ -192,16 +188,12 @@ class MaskPlan(Plan):
         return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
 
     def _build_by_bounds(self) -> _PreparedMask:
-        """Plan by operations that a CUDA graph can hold.
-
-        Each replay then plans with the values that the tensors have.
-        """
+        """Plan by operations that a CUDA graph can hold, whose replays plan with the values that the tensors have."""
         self._check_values()
         arguments, layout = plan_bounds(self._mask_kind)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {})
 
     def _check_values(self) -> None:
-        """Check the values of tensors on a CPU, where reading them costs nothing."""
         if self.size.device.type == "cpu":
             self.mask.resolve(sized(self.size, self.offset), self.lifted)
 
@@ -213,10 +205,7 @@ class MaskPlan(Plan):
         return MaskKind(mask, offset, size, self.lifted, self.block_size)
 
     def _build_first_of_kind(self) -> tuple[_PreparedMask, Kind]:
-        """Plan exactly, and return the state of the kind.
-
-        It says whether bounds can replace the exact blocks of later masks.
-        """
+        """Plan exactly, and return the kind, which says whether bounds can replace the exact blocks of later masks."""
         exact = self._build_exactly()
         try:
             arguments, layout = plan_bounds(self._mask_kind)
@@ -254,23 +243,19 @@ class MaskPlan(Plan):
         return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {}, why)
 
     def block_mask(self) -> compat.BlockMask:
-        """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
+        """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
     def mod(self) -> Callable[..., Tensor]:
-        """Return the function of the BlockMask."""
         return self.block_mask().mask_mod
 
     def bound(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
-        """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
+        """The function of the BlockMask, given what `Modifier.resolve` returned."""
         return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
-        """Return what a kernel reads: "blocks" of a size, "whole", "spanned" or "intervals".
-
-        The lists of blocks have the tensors that were made for the function behind them.
-        """
+        """What a kernel reads: "blocks" with the tensors made for the function, "whole", "spanned" or "intervals"."""
         if name == "intervals":
             made, given = (
                 [x for x in (i.offset, i.lens) if isinstance(x, Tensor)]
@@ -295,18 +280,14 @@ class MaskPlan(Plan):
     def reads_data_as_fast(self) -> bool:
         """Whether kernels read the mask's bits as fast as they compute its function.
 
-        They do on a CPU, where masks without tensors are planned once. Over many pairs the bits of all partial blocks
-        would take too long.
+        They do on a CPU, unless many pairs make it too long to find the bits; masks without tensors are planned once.
         """
         is_long = self.size.q_len * self.size.kv_len > limits.PAIRS_WITHOUT_LIMIT
         return not (self.opaque or self.inputs or is_long) and self.size.device.type == "cpu"
 
     @functools.cached_property
     def whole(self) -> Whole:
-        """The whole mask of a few queries.
-
-        The host reads no value of a tensor, but of the first mask of a kind to check them.
-        """
+        """The whole mask of a few queries. The host reads values of tensors only to check the first of a kind."""
         return self._made(_WHOLE, "whole", Whole, lambda *given: whole_of(self._kind_like(*given)))
 
     @functools.cached_property
@@ -315,10 +296,7 @@ class MaskPlan(Plan):
         return self._made(_SPANNED, "spanned", Spanned, lambda *given: spanned_of(self._kind_like(*given)))
 
     def data(self) -> MaskData:
-        """Return the mask as data: its blocks, and the bits of partial ones.
-
-        Raises TooLargeForData.
-        """
+        """The mask as data: its blocks, and the bits of partial ones. Raises TooLargeForData."""
         if self._too_large:  # all bits were computed to find that out
             raise TooLargeForData(self._too_large)
         more_key = self.block_size, self.open_extents, self._allows_bounds
@@ -329,10 +307,7 @@ class MaskPlan(Plan):
             raise
 
     def data_alone(self) -> MaskData:
-        """Return the mask as data, with lists only as large as the mask needs.
-
-        Raises ValueError for blocks or masks that cannot be data.
-        """
+        """The mask as data, with lists only as large as it needs. Raises ValueError where it cannot be data."""
         if not can_be_bits(self.block_size):
             sizes = " x ".join(map(str, self.block_size))
             raise ValueError(
@@ -344,13 +319,8 @@ class MaskPlan(Plan):
             raise ValueError(str(error)) from None
 
     def _as_data(self, sizes: tuple[int, int] | None = None) -> MaskData:
-        """Return the mask as data.
-
-        sizes: batch size and number of heads of its lists, by default those that the mask needs.
-
-        Blocks that are not known yet come with their bits.
-        """
-        self._wants_bits = True
+        """sizes: batch size and number of heads of the lists, by default those that the mask needs."""
+        self._wants_bits = True  # blocks that are not known yet come with their bits
         block_mask = self.block_mask()
         bits, self._bits = self._bits, None
         with naming(self.mask), torch.no_grad():
@@ -370,7 +340,7 @@ class MaskPlan(Plan):
         return f"exact: {reason}; {cost}"
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
-        """Return options of torch's kernels that are proven for these blocks.
+        """Options of torch's kernels that are proven for these blocks.
 
         Only masks without tensors have such options: what holds for one content of a tensor may not hold for the next.
         With a score change, no row is sure to keep a finite score.
@@ -381,7 +351,7 @@ class MaskPlan(Plan):
         return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
 
     def computed_fraction(self) -> float:
-        """Return the approximate fraction of all pairs that is computed.
+        """The approximate fraction of all pairs that is computed.
 
         It is one half where tensors decide: which backend is fastest must not change with what they hold.
         """
@@ -394,9 +364,7 @@ class MaskPlan(Plan):
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def is_mostly_partial(self) -> bool:
-        """Return whether kernels may read tensors at many pairs: those of many partial blocks.
-
-        There are at least half as many as full blocks.
+        """Whether kernels may read tensors in many partial blocks, at least half as many as full ones.
 
         The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
         """
@@ -410,10 +378,7 @@ class MaskPlan(Plan):
         return bool(known)
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return a fact about the blocks and keep it with them.
-
-        Computing a fact waits for the GPU, so it is done once.
-        """
+        """A fact about the blocks, kept with them: computing it waits for the GPU."""
         facts = self._prepared.facts
         if name not in facts:
             facts[name] = find()
@@ -453,7 +418,7 @@ class GivenPlan:
         self._block_mask = block_mask
 
     def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
-        """Return the plan if its blocks have this size. A user's own blocks have no other."""
+        """The plan if its blocks have this size: a user's own blocks have no other."""
         return self if block_size == self._block_mask.BLOCK_SIZE else None
 
     @property
@@ -461,7 +426,6 @@ class GivenPlan:
         return any(not shape for shape in self.shapes)
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
-        """Return a key of the function without its numbers, and the numbers, see `Plan.numbers`."""
         structure, leaves = flatten(self._block_mask.mask_mod)
         return structure.kind, leaves.numbers
 
@@ -472,7 +436,6 @@ class GivenPlan:
         return self._block_mask.mask_mod
 
     def data(self) -> MaskData:
-        """Return the mask as data, see `MaskPlan.data`."""
         return data_of(self._block_mask, *self._block_mask.kv_num_blocks.shape[:2])
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
@@ -489,7 +452,7 @@ class GivenPlan:
 
 
 def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
-    """Return why bounds are too far from the exact plan, or ""."""
+    """Why bounds are too far from the exact plan, or ""."""
     found, needed = (int(p.layout.indices[0].sum() + p.layout.indices[2].sum()) for p in (bounds, exact))
     if found > _MAX_WIDTH * needed:
         return f"bounds have {found} blocks, {needed} are needed"

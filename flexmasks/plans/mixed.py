@@ -27,10 +27,7 @@ class Sequences(NamedTuple):
 
     @property
     def lasts(self) -> Tensor:
-        """The position of the last query of each sequence, int32[N].
-
-        A sequence without queries has 0 if it has no keys either.
-        """
+        """The position of the last query of each sequence, int32[N]; 0 if it has neither queries nor keys."""
         return (self.starts + self.offsets.diff() - 1).clamp(min=0).int()
 
 
@@ -58,9 +55,7 @@ class Mixed(NamedTuple):
 
 
 def by_number_of_queries(given: Sequences, total: int) -> Mixed:
-    """Return batches of sequences with equally many queries.
-
-    The host reads the offsets.
+    """Batches of sequences with equally many queries. The host reads the offsets.
 
     total: the number T of queries, with those of no sequence.
     """
@@ -83,12 +78,10 @@ def by_number_of_queries(given: Sequences, total: int) -> Mixed:
 
 
 def in_pieces(given: Sequences, total: int) -> Mixed:
-    """Return one batch of pieces of the same number of queries.
+    """One batch of pieces of the same number of queries; `total` as above. The host reads no value.
 
-    The host reads no value. The last piece of a sequence has queries that count for nothing, and some pieces are empty:
-    there are as many as the sequences may need.
-
-    total: as for `by_number_of_queries`.
+    The last piece of a sequence has queries that count for nothing, and some pieces are empty: there are as many as the
+    sequences may need.
     """
     offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
     if not total:
@@ -123,8 +116,5 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
 
 
 def _with_layout(x: Tensor) -> Tensor:
-    """Return the same tensor for functions of masks that read it.
-
-    Where torch's compiler is free to choose the layout of a tensor, version 2.11 cannot compile such a function.
-    """
+    """Fix a tensor's layout: torch 2.11 compiles no function that reads one whose layout its compiler may choose."""
     return x.as_strided(x.shape, x.stride())

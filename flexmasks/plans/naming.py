@@ -24,9 +24,9 @@ _ERRORS_OF_FUNCTIONS = (
 
 @contextlib.contextmanager
 def naming(value: Modifier) -> Iterator[None]:
-    """Turn errors of a mask's or score's own function into errors that name it.
+    """Turn errors of a mask's or score's own function into errors that name it, and the line of the user's code.
 
-    They name the line of the user's code, and their tracebacks show that code alone.
+    Their tracebacks show that code alone.
     """
     what = f"flexmasks {value.kind} {value!r}"
     try:
@@ -66,10 +66,7 @@ def _whereabouts(value: Modifier) -> str:
 
 
 def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
-    """Raise ValueError if a mask depends on an index of unknown size.
-
-    extents: the open extents, "batch" or "heads". The mask's own errors come first.
-    """
+    """Raise ValueError if a mask depends on the index of an open extent. The mask's own errors come first."""
     for extent in extents:
         doubled = replace(size, **{extent: 2 * getattr(size, extent)})
         try:

@@ -85,10 +85,7 @@ class _SeenNumbers:
     had_more: bool = False  # more values came than are compiled in
 
     def is_compiled_in(self, key: Hashable, size: Size) -> bool:
-        """Return whether a value is a constant of kernels for this size.
-
-        key: the kernel key that has the value.
-        """
+        """Whether the value that a kernel key has is a constant of kernels for this size."""
         if key not in self.sizes:
             self.had_more = self.had_more or len(self.sizes) >= MAX_COMPILED_VALUES
             if self.had_more:
@@ -145,7 +142,6 @@ class Plan:
 
     @property
     def what(self) -> str:
-        """The mask or score in words."""
         return repr(self.value)
 
     @functools.cached_property
@@ -160,10 +156,7 @@ class Plan:
         return self._of_kernel[0].key
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
-        """Return the key of a compiled kernel without values of numbers, and the numbers.
-
-        Raises Opaque if the plan is opaque.
-        """
+        """The key of a compiled kernel without values of numbers, and the numbers. Raises Opaque if it is opaque."""
         structure, leaves = self._of_kernel
         return structure.kind, leaves.numbers
 
@@ -179,7 +172,6 @@ class Plan:
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the captured tensors."""
         return tuple(t.shape for t in self.tensors)
 
     @property
@@ -189,10 +181,9 @@ class Plan:
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> None:
-        """Let numbers become inputs of the kernel where that is due.
+        """Let numbers become inputs of the kernel once `MAX_COMPILED_VALUES` values of them have been compiled in.
 
-        They do once `MAX_COMPILED_VALUES` values of them have been compiled in. After a later value the first ones do,
-        too, at sizes that they have not had, so that no kernel is compiled for these.
+        After a later value the first ones do, too, at sizes that they have not had: no kernel is compiled for these.
         """
         lifted = flatten(self.value, contents=False, lifts=True)
         key_without_numbers = lifted[0].key
@@ -319,10 +310,7 @@ class Plan:
         return bounded(filled, self.offset, 1 << (self.offset - 1).bit_length())
 
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
-        """Return the bound function, and the offset of queries.
-
-        The function is bound to the user's own tensors, or to their aliases.
-        """
+        """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
         bound = value.bind(prepared.resolved, heads, self.spread, for_kernels=True)
@@ -338,17 +326,14 @@ def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
 
 
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Leave the transforms of torch.func for a block of code.
-
-    The results of the block may then be cached. No transform is left if one of `tensors` belongs to a transform.
-    """
+    """Leave the transforms of torch.func, so that results may be cached, unless one of `tensors` belongs to one."""
     if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
         return contextlib.nullcontext()
     return compat.outside_transforms()
 
 
 def cannot_record(error: Exception) -> str:
-    """Return why a plan cannot be recorded, unless the error says nothing about that. Then it is raised."""
+    """Why a plan cannot be recorded. An error that says nothing about that is raised."""
     if passing_error(error) is not None:
         raise error
     first_line = next(iter(str(error).splitlines()), "")

@@ -37,18 +37,16 @@ class OfMask:
     q_offset: Offset
 
     def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
-        """Return the function of a block mask, its parameters checked against the sizes."""
+        """The function of a block mask, its parameters checked against the sizes."""
         q_len, kv_len = block_mask.seq_lengths
         size = Size(self.batch, self.heads, q_len, kv_len, block_mask.kv_num_blocks.device)
         return MaskPlan(self.mask, size, self.q_offset).bound(self.mask.resolve(sized(size, self.q_offset)))
 
     def to(self, device: torch.device | str) -> OfMask:
-        """Return the same with tensors on a device."""
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
         return OfMask(self.mask.to(device), self.batch, self.heads, q_offset)
 
-    def state(self) -> tuple[Any, ...]:
-        """Return what a pickle holds."""
+    def state(self) -> tuple[Any, ...]:  # what a pickle holds
         return "mask", self.mask, self.batch, self.heads, self.q_offset
 
 
@@ -60,16 +58,13 @@ class OfData:
     table: Tensor
 
     def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
-        """Return the function of a block mask, which reads the bits."""
         height, width = block_mask.BLOCK_SIZE
         return reading_bits(self.words, self.table, (height, width))
 
     def to(self, device: torch.device | str) -> OfData:
-        """Return the same with tensors on a device."""
         return OfData(self.words.to(device), self.table.to(device))
 
     def state(self) -> tuple[Any, ...]:
-        """Return what a pickle holds."""
         return "data", self.words, self.table
 
 
@@ -83,7 +78,6 @@ class PortableBlockMask(BlockMask):
 
     @classmethod
     def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> Self:
-        """Return a BlockMask together with the source of its function."""
         made = cls.__new__(cls)
         vars(made).update(vars(block_mask), source=source)
         return made
@@ -112,7 +106,7 @@ class PortableBlockMask(BlockMask):
 
 
 def made_like(known: BlockMask, *arguments: Any) -> BlockMask:
-    """Return a BlockMask with the blocks of a known one, and what that knows of its mask; torch can trace this."""
+    """A BlockMask with the blocks of a known one, and what that knows of its mask; torch can trace this."""
     made: Any = type(known)(*arguments)
     if isinstance(known, PortableBlockMask):
         made.source = known.source

@@ -30,7 +30,7 @@ _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many e
 
 
 def memory_of_capture(nbytes: int) -> int:
-    """Return about how many bytes a CUDA graph holds whose outputs have `nbytes`."""
+    """About how many bytes a CUDA graph holds whose outputs have `nbytes`."""
     return 4 * nbytes if nbytes <= 4 * _MAX_CAPTURED_ELEMENTS else 0
 
 
@@ -64,16 +64,15 @@ class Recorded:
         self.turn = 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, which no later run changes."""
+        """The outputs, which no later run changes."""
         if not self._lends:
             return self.lend(inputs)
         with LOCK:
             return [t.clone() for t in self.lend(inputs)]
 
     def lend(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, which the next run may change if this object lends its outputs.
-
-        The caller then holds LOCK until it has used them, on the current stream.
+        """The outputs. If they are lent, the next run may change them: the caller holds LOCK until it has used them on
+        the current stream.
         """
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
             self.turn += 1
@@ -128,10 +127,7 @@ def _is_current(device: torch.device) -> bool:
 
 
 class _Captured:
-    """A CUDA graph of operations, with its inputs and outputs in fixed places.
-
-    It runs on one stream only, so that no run overtakes another.
-    """
+    """A CUDA graph of operations, with its inputs and outputs in fixed places. It runs on one stream only."""
 
     def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
         stream = torch.cuda.current_stream()
@@ -151,7 +147,7 @@ class _Captured:
 
     @classmethod
     def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> _Captured | None:
-        """Return the captured operations, or None. None if they take too much memory or cannot be captured."""
+        """The captured operations, None if they take too much memory or cannot be captured."""
         if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
             return None
         was_collecting = gc.isenabled()
@@ -194,12 +190,10 @@ class _Place:
             )
 
     def fill(self, x: Tensor) -> None:
-        """Copy a tensor into the place."""
         self._memory.copy_(x if self._span is None else x.as_strided((self._span,), (1,)))
 
 
 def _shares_places(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor may lie in each other's places."""
     end = 1  # of the dimensions with smaller strides
     for stride, n in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < end:
@@ -209,10 +203,7 @@ def _shares_places(tensor: Tensor) -> bool:
 
 
 class _Pack:
-    """Tensors of one dtype side by side in one memory, which is copied at once.
-
-    tensors: each with its place among the outputs.
-    """
+    """Tensors of one dtype, each with its place among the outputs, in one memory that is copied at once."""
 
     def __init__(self, tensors: Sequence[tuple[int, Tensor]]) -> None:
         self._parts: list[tuple[int, torch.Size, tuple[int, ...], int]] = []
@@ -225,7 +216,6 @@ class _Pack:
         compat.copy_all([self.memory.as_strided(*part[1:]) for part in self._parts], [t for _, t in tensors])
 
     def copies(self) -> list[tuple[int, Tensor]]:
-        """Return copies of the tensors, each with its place."""
         copy = self.memory.clone()
         return [(place, copy.as_strided(shape, stride, start)) for place, shape, stride, start in self._parts]
 
@@ -239,6 +229,6 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Make tensors that any later call may use. They belong neither to an autograd graph nor to inference mode."""
+    """Make tensors that any later call may use, as they belong neither to an autograd graph nor to inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,6 +1,4 @@
-"""Rows: the columns that each row of scores sees under a mask.
-
-Each row has its first visible column, its end, and its holes.
+"""Rows: the columns that each row of scores sees under a mask: the first one, the end, and the holes between.
 
 The masked softmax reads rows. Ranges decide blocks of one row by 128 columns, and only the blocks that they leave
 undecided are looked at element by element; see flexmasks.blocks and flexmasks.ranges. Rows are cached by the values
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.decide import decide
+from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
@@ -62,11 +60,7 @@ _ROWS: Part[Rows] = Part(PLANS, "rows")
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows:
-    """Return the cached or new rows of a mask for scores x.
-
-    x: the scores, [B, H, Q, KV].
-    mask, params, q_offset: as a user passes them to a call.
-    """
+    """The cached or new rows for scores x [B, H, Q, KV] of a mask that a user passes to a call."""
     if isinstance(q_offset, str):
         q_offset = of_word(_CALL, q_offset, x.shape[2], x.shape[3])
     elif q_offset is not None:
@@ -93,7 +87,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows
 
 
 def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows:
-    """Return the rows inside torch.compile, as operations of the user's graph."""
+    """The rows inside torch.compile, as operations of the user's graph."""
     offset, mask_mod = 0 if q_offset is None else q_offset, mask
     if isinstance(mask, str | Mask) or params:  # else a function, whose signature cannot be read here
         value = get_mask(mask, **params)
@@ -107,7 +101,7 @@ def _size(x: Tensor, offset: Offset, is_traced: bool) -> Size:
 
 
 def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any, tensors: list[Tensor]) -> Hashable:
-    """Return the cache key of a mask for scores, or None. The mask's tensors are appended to `tensors`."""
+    """The cache key of a mask for scores, or None. The mask's tensors are appended to `tensors`."""
     definition: Hashable = functions_of("mask", mask)
     try:
         if params or not isinstance(definition, str):  # a name without parameters captures nothing
@@ -124,14 +118,13 @@ def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
 
 
 def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
-    """Return the rows of a mask, computed exactly.
+    """The rows of a mask, computed exactly. Raises ValueError or TypeError where the function is no mask.
 
     This takes q_len * kv_len / 64 bytes of memory for each batch element and head that the mask depends on.
-    Raises ValueError or TypeError where the function is no mask.
     """
-    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, (1, _BLOCK_COLUMNS))
-    certain, possible = decided.certain, decided.possible
-    n_blocks = -(-kv_len // _BLOCK_COLUMNS)
+    columns = Axis(kv_len, _BLOCK_COLUMNS)
+    decided = decide(mask_mod, batch, heads, Axis(q_len, 1), columns, device)
+    certain, possible, n_blocks = decided.certain, decided.possible, columns.count
     shape = certain.shape[:3]
     here = certain.device
     certain, possible = (t.expand(*shape, n_blocks).reshape(-1, n_blocks) for t in (certain, possible))
@@ -163,10 +156,7 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
 
 
 def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first column, end and number of columns in full blocks.
-
-    certain: boolean [rows, blocks]. A row without a full block gets kv_len, 0 and 0.
-    """
+    """First column, end and number of columns of the full blocks in each row; kv_len, 0 and 0 without a full block."""
     n_blocks = certain.shape[1]
     has_some = certain.any(1)
     marks = certain.to(torch.uint8)
@@ -179,12 +169,9 @@ def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor
 def trace(
     mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device, is_said: bool = True
 ) -> Rows:
-    """Return the rows of a mask by operations that read no value.
+    """The rows of a mask by operations that read no value, as graphs and torch.vmap need. Raises as `build` does.
 
     is_said: whether the caller says where rows start, or needs not say it.
-
-    Graphs and torch.vmap need such operations. The rows hold the mask as booleans, with only the dimensions on which
-    it depends. Raises as `build` does.
     """
     sizes = batch, heads, q_len, kv_len
     indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails on empty indices

@@ -31,7 +31,7 @@ _SCORES: Part[Prepared] = Part(PLANS, "scores")
 
 
 def is_bias(score: Score, size: Size) -> bool:
-    """Return whether a score change adds a tensor of the user's as it is, with a row for each query or one for all."""
+    """Whether a score change adds a tensor of the user's as it is, with a row for each query or one for all."""
     bias = score.params.get("bias")
     is_own = score.definition.own and score.definition.name in _BIASES
     return is_own and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
@@ -74,7 +74,7 @@ class ScorePlan(Plan):
         return is_bias(self.score, self.size)
 
     def summand(self) -> Summand:
-        """Return the numbers that the score change adds as a function of its tensors; it must only add."""
+        """The numbers that the score change adds as a function of its tensors; it must only add."""
         if self.is_bias:
             return Summand([self._bound_to[0].params["bias"]], as_rows)
         score_mod, size = self.mod(), self.size
@@ -86,7 +86,7 @@ class ScorePlan(Plan):
         return Summand(leaves.tensors, Learning(made) if self.is_own else made)
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
-        """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
+        """What a kernel reads: "added", or what "functions" read of the user's tensors alone."""
         if name == "added":
             return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
         if self.prepares_tensors and not self.is_bias:
@@ -94,9 +94,9 @@ class ScorePlan(Plan):
         return Form(spread=self.spread)
 
     def line(self) -> Line | None:
-        """Return the line that the added numbers are over the distance, or None.
+        """The line that the added numbers are over the distance, or None. Looking waits for the device.
 
-        Looking waits for the device. What tensors hold makes no line, and in a CUDA graph none is looked for.
+        What tensors hold makes no line, and in a CUDA graph none is looked for.
         """
         if not isinstance(self.offset, int) or is_captured(self.size.device):
             return None
@@ -107,7 +107,7 @@ class ScorePlan(Plan):
 
     @property
     def prepares_tensors(self) -> bool:
-        """Return whether the function needs tensors that are made from the user's tensors."""
+        """Whether the function needs tensors that are made from the user's tensors."""
         return bool(self.inputs) and bool(tensors_in(self._prepared.resolved))
 
     def _build(self) -> Prepared:
@@ -126,8 +126,7 @@ class ScorePlan(Plan):
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
         """Call the function on some scores, to raise its errors here and by name.
 
-        On a CPU the first and last index of each kind are tried; on CUDA only the first, because an index out of
-        range would end the process.
+        Of each index the first and the last are tried, on a GPU only the first: one out of range would end the process.
         """
         size = self.size
         lengths = size.batch, size.heads, size.q_len, size.kv_len

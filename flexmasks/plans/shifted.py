@@ -11,7 +11,7 @@ Offset = int | Tensor
 
 
 def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """Return the mask_mod with query i at position i + offset."""
+    """The mask_mod with query i at position i + offset."""
     if isinstance(offset, int) and offset == 0:
         return mask_mod
     if isinstance(offset, int) or offset.ndim == 0:
@@ -20,9 +20,10 @@ def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..
 
 
 def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """Return the score_mod with query i at position i + offset.
+    """The score_mod with query i at position i + offset.
 
-    Its results are float32 where tensors in float64 change scores of another dtype.
+    Its results are float32 where tensors in float64 change scores of another dtype: kernels would take numbers of 64
+    bits for numbers of 32 bits.
     """
     changed = _without_float64(score_mod)
     if isinstance(offset, int) and offset == 0:
@@ -33,11 +34,6 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
 
 
 def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the score_mod with results that kernels can take.
-
-    They take numbers of 64 bits for numbers of 32 bits, unless the scores have 64 bits, too.
-    """
-
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         result = score_mod(score, b, h, q, kv)
         return result.float() if result.dtype == torch.float64 and score.dtype != torch.float64 else result
@@ -46,16 +42,14 @@ def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def offsets_of(offset: Offset, count: int, device: torch.device) -> Tensor:
-    """Return where queries start for each of `count` batch elements, int64."""
+    """Where queries start for each of `count` batch elements, int64."""
     if isinstance(offset, Tensor):
         return offset.long()
     return torch.full((count,), offset, dtype=torch.int64, device=device)
 
 
 def offset_of_last(lengths: Tensor, q_len: int | Tensor) -> Tensor:
-    """Return where the last queries of sequences start.
-
-    It is 0 for sequences without keys.
+    """Where the last queries of sequences start, 0 for sequences without keys.
 
     q_len: the number of queries, or of each sequence's queries.
     """

@@ -18,7 +18,7 @@ MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph captures the operations of a device."""
+    """Whether a CUDA graph captures the operations of a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

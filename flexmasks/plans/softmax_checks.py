@@ -1,7 +1,4 @@
-"""Checks of the arguments of the masked softmax.
-
-Errors name the call, the value received and what to pass.
-"""
+"""Checks of the arguments of the masked softmax: errors name the call, the value received and what to pass."""
 
 from __future__ import annotations
 
@@ -24,12 +21,7 @@ _MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compu
 
 
 def check_scores(call: str, x: Any, scale: Any, dtype: Any = None, ndim: int = 1) -> None:
-    """Check the scores and the scale of a softmax.
-
-    ndim: the least number of dimensions of x.
-
-    Raises TypeError or ValueError.
-    """
+    """Check the scores, of at least `ndim` dimensions, and the scale of a softmax."""
     _check_tensor(call, "x", x, _SCORE_DTYPES, "must be a tensor of float16, bfloat16, float32 or float64")
     if dtype is not None and dtype not in _SCORE_DTYPES:
         raise TypeError(f"{call}: `dtype` must be float16, bfloat16, float32 or float64, got {dtype}.")
@@ -40,17 +32,14 @@ def check_scores(call: str, x: Any, scale: Any, dtype: Any = None, ndim: int = 1
 
 
 def check_visible(call: str, x: Tensor, mask: Any) -> None:
-    """Check that a mask is None or booleans, True = visible.
-
-    The mask must broadcast to x. Raises TypeError or ValueError.
-    """
+    """Check that a mask is None, or booleans, True = visible, that broadcast to x."""
     if mask is not None:
         expected = "must be a name, a Mask, a function, or a boolean tensor, True = visible"
         _check_mask(call, x, mask, (torch.bool,), expected)
 
 
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
-    """Check that a mask is a tensor, True = hidden. The mask must broadcast to x. Raises TypeError or ValueError."""
+    """Check that a mask is a tensor, True = hidden, that broadcasts to x."""
     expected = "must be a tensor of booleans or numbers, in which True or any number but 0 hides"
     _check_mask(call, x, mask, _HIDDEN_DTYPES, expected)
 
@@ -82,10 +71,7 @@ def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...]
 
 
 def _broadcasts(m: int, n: int) -> bool:
-    """Return whether a mask's size is 1 or n, the size of x.
-
-    Sizes that only a run of the graph will know count as equal, and the run checks that they are.
-    """
+    """Whether a mask's size m is 1 or n. Those that only a run of the graph knows count as equal; the run checks it."""
     if compat.guard_or_false(m == 1) or compat.guard_or_false(m == n):
         return True
     if not compat.guard_or_true(m == n):

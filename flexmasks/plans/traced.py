@@ -71,7 +71,7 @@ class _Traced:
         return self.value is not None and self.value.is_own()
 
     def mod(self) -> Callable[..., Tensor]:
-        """Return the function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
+        """The function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
         with compat.without_dispatch_modes():
             value, size = without_traced(cast(Modifier, self.value), self.size)
             offset = _zeros_like(self.offset) if isinstance(self.offset, Tensor) else compat.size_hint(self.offset)
@@ -101,7 +101,7 @@ class TracedMask(_Traced):
         return window_of(cast(Mask, self.value), self.size) if is_readable else None
 
     def resized(self, block_size: tuple[int, int]) -> TracedMask | None:
-        """Return the mask in blocks of a size; given blocks have no other."""
+        """The mask in blocks of a size; given blocks have no other."""
         return self if self.block_size in (None, block_size) else None
 
     def computed_fraction(self) -> float:
@@ -110,7 +110,7 @@ class TracedMask(_Traced):
         return 0.5 if window is None or self.tensors else window.pairs(self.size.q_len) / pairs
 
     def is_mostly_partial(self) -> bool:
-        """Return whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
+        """Whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
         if self.value is None:
             return False
         if not self.is_own:
@@ -124,7 +124,7 @@ class TracedMask(_Traced):
         return self._reads_made_tensors()
 
     def _reads_made_tensors(self) -> bool:
-        """Return whether kernels read tensors that the library makes for them."""
+        """Whether kernels read tensors that the library makes for them."""
         if self.value is None or not self.value.has_other_function():
             return False
         with compat.without_dispatch_modes():
@@ -146,7 +146,7 @@ class TracedScore(_Traced):
 
 
 def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
-    """Return a mask or score with tensors of zeros, and a size of numbers."""
+    """A mask or score with tensors of zeros, and a size of numbers."""
     lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
     batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
     known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
@@ -158,7 +158,7 @@ def _zeros_like(x: Tensor) -> Tensor:
 
 
 def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: bool = True) -> Size:
-    """Return the sizes of a call; sizes: the batch size and number of heads, by default those of q."""
+    """The sizes of a call; sizes: the batch size and number of heads, by default those of q."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads = sizes or q.shape[:2]
     approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)

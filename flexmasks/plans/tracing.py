@@ -54,8 +54,6 @@ class _Operation:
         return any(r.alias_info for r in self.function._schema.returns)
 
     def replace(self, same: dict[_Value, _Value]) -> None:
-        """Read other values in place of some."""
-
         def replaced(x: Any) -> Any:
             if type(x) is list:
                 return [replaced(y) for y in x]
@@ -141,7 +139,7 @@ def _has_booleans(indices: Sequence[Tensor | None]) -> bool:
 
 
 def _needed(operations: Sequence[_Operation], outputs: Sequence[_Value]) -> list[_Operation]:
-    """Return the operations that outputs need, and count the uses of their values."""
+    """The operations that outputs need. Counts the uses of their values."""
     for operation in operations:
         for value in (*operation.read, *operation.results):
             value.uses = 0
@@ -301,7 +299,7 @@ def _appended(operations: list[_Operation], function: Any, value: _Value, *args:
 
 
 def _broadcasts(value: _Value) -> bool:
-    """Return whether a value behind a product only repeats it, or is a copy."""
+    """Whether a value behind a product only repeats it, or is a copy."""
     operation = value.made_by
     if operation is None:
         return False
@@ -315,7 +313,6 @@ def _has_columns(value: _Value) -> bool:
 
 
 def _is_zero(value: Any) -> bool:
-    """Return whether a value is kept, and zero."""
     return isinstance(value, _Value) and value.is_kept and not bool(value.like.any())
 
 
@@ -361,11 +358,7 @@ def _step_of(operation: _Operation, place_of: Callable[[_Value], int]) -> _Step:
 
 
 class Program:
-    """Operations from tensors to a list of tensors.
-
-    steps: the operations, in their order.
-    varies: for each output, whether it depends on an input.
-    """
+    """Operations from tensors to a list of tensors. `varies` says for each output whether it depends on an input."""
 
     def __init__(self, inputs: Sequence[_Value], operations: Sequence[_Operation], outputs: Sequence[_Value]) -> None:
         self.varies = [value.varies for value in outputs]

@@ -65,28 +65,25 @@ class Added(NamedTuple):
         return sum(t.nbytes for t in self if t is not None)
 
     def product(self) -> Tensor:
-        """Return the numbers as one tensor."""
         return self.numbers if self.weight is None else self.weight * self.numbers
 
 
 def whole_of(kind: MaskKind) -> Whole:
-    """Return the whole mask of a few queries, see `_visible_of`."""
     visible = _visible_of(kind)
     return Whole(visible, *visible_tiles(visible))
 
 
 def spanned_of(kind: MaskKind) -> Spanned:
-    """Return the whole mask of many queries, see `_visible_of`."""
     visible = _visible_of(kind, one_row=True)
     return Spanned(in_wide_rows(visible), *spans_of(visible, kind.size.q_len))
 
 
 def _visible_of(kind: MaskKind, one_row: bool = False) -> Tensor:
-    """Return the pairs that are visible, by operations of fixed shapes.
-
-    The host reads no value of a tensor unless the sizes say that it may. Raises what the mask's own function raises.
+    """The pairs that are visible, by operations of fixed shapes; the host reads values only if the sizes say so.
 
     one_row: a mask that does not depend on the query has one row, for all of them.
+
+    Raises what the mask's own function raises.
     """
     size = kind.size
     mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
@@ -99,9 +96,8 @@ def _visible_of(kind: MaskKind, one_row: bool = False) -> Tensor:
 
 
 def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
-    """Return the pairs that given blocks show: all of full ones, and of partial ones those that the function shows.
-
-    batch, heads: of the call. The result is bool [batch or 1, heads or 1, Q, KV].
+    """The pairs that given blocks show, bool [batch or 1, heads or 1, Q, KV]: all of full ones, and of partial ones
+    those that the function shows.
     """
     q_len, kv_len = block_mask.seq_lengths
     height, width = block_mask.BLOCK_SIZE
@@ -113,16 +109,15 @@ def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
-    """Return what a score change adds.
+    """What a score change adds, which only adds: float32 [B or 1, H or 1, Q or 1, KV].
 
-    The result is float32 [B or 1, H or 1, Q or 1, KV]. The score change only adds to the score, and the host reads no
-    value of a tensor unless the sizes say that it may.
+    The host reads no value of a tensor unless the sizes say that it may.
     """
     return added_by(shifted_score(score.bind(score.resolve(size)), offset), size)
 
 
 def added_by(score_mod: Callable[..., Tensor], size: Size) -> Tensor:
-    """Return what a score_mod adds, see `added_of`; with gradients, where they are wanted."""
+    """What a score_mod adds, see `added_of`; with gradients, where they are wanted."""
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
     added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
     for dim in range(3):
@@ -138,22 +133,20 @@ class Summand(NamedTuple):
     of: Callable[[Sequence[Tensor]], Tensor]
 
     def numbers(self) -> Tensor:
-        """Return the numbers [G, H or 1, Q or 1, KV], of any floating dtype; B / G batch elements share a row."""
+        """The numbers [G, H or 1, Q or 1, KV], of any floating dtype; B / G batch elements share a row."""
         return self.of(self.tensors)
 
 
 def as_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a bias as kernels read it: with four dimensions, the last in one piece."""
+    """A bias as kernels read it: with four dimensions, the last in one piece."""
     bias = tensors[0].expand(*(1,) * (4 - tensors[0].ndim), *tensors[0].shape)
     return bias if bias.stride(3) == 1 else bias.contiguous()
 
 
 def line_of(numbers: Tensor, size: Size, offset: int) -> Line | None:
-    """Return the line that added numbers are over the distance, or None.
+    """The line that added numbers [B or 1, H or 1, Q or 1, KV] are over the distance of key and query, as in ALiBi.
 
-    The distance is that of key and query, as in ALiBi. The host waits for the device.
-
-    numbers: float32 [B or 1, H or 1, Q or 1, KV].
+    None if they are no line. The host waits for the device.
     """
     if numbers.shape != (1, 1, size.q_len, size.kv_len) or size.kv_len < 2:
         return None
