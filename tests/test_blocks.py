@@ -46,7 +46,6 @@ from flexmasks.blocks.bits import bits_in_parts
 from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.lists import index_lists
-from flexmasks.blocks.undecided import look_at
 from flexmasks.ranges.evaluate import evaluate
 
 CPU = torch.device("cpu")
@@ -625,7 +624,7 @@ def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -
         sizes.append(evaluated.widest * evaluated.truth.hi.numel())
         return evaluated
 
-    for module in (decide.__module__, Elements.__module__, look_at.__module__):
+    for module in (decide.__module__, Elements.__module__):
         monkeypatch.setattr(sys.modules[module], "evaluate", spy)
     monkeypatch.setattr(limits, "BLOCKS_ON_CPU", 1)
     for limit in ("BLOCKS_AT_ONCE", "ELEMENTS_AT_ONCE_ON_CPU", "ELEMENTS_AT_ONCE_ON_GPU", "WIDE_ELEMENTS_AT_ONCE"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.elements import Elements, MaskMod, coordinates_of
-from flexmasks.blocks.lists import in_use
+from flexmasks.blocks.lists import in_use, lists_of
 
 _TILE = 16  # the fewest keys that a kernel looks at in one step
 
@@ -191,13 +191,11 @@ class Blocks:
         causal attention if the lengths are multiples of the block size. Otherwise the edge makes some blocks partial,
         which leaves gaps in the lists of columns.
         """
-        block_mask = self.block_mask
-        if block_mask.q_num_blocks is None or block_mask.q_indices is None:
+        lists = lists_of(self.block_mask)
+        if self.block_mask.q_indices is None:
             return False
-        of_columns = [(block_mask.q_num_blocks, block_mask.q_indices)]
-        if block_mask.full_q_num_blocks is not None and block_mask.full_q_indices is not None:
-            of_columns.append((block_mask.full_q_num_blocks, block_mask.full_q_indices))
-        return all(_is_without_gaps(*lists) for lists in (self._partial, self._full, *of_columns))
+        pairs = zip(lists[::2], lists[1::2], strict=True)
+        return all(n is None or i is None or _is_without_gaps(n, i) for n, i in pairs)
 
     @functools.cached_property
     def rows_guaranteed_safe(self) -> bool:

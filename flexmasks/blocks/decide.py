@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,13 +82,10 @@ def decide(
     sizes = batch, heads
     if batch * heads > 1 and batch * heads * blocks > limits.BLOCKS_AT_ONCE:
         sizes = dependence(mask_mod, batch, heads, device, reads_values)
-    if not reads_values:
-        return _decide_in_slices(mask_mod, sizes, rows, columns, device, device, reads_values=False)
-    try:
-        compute_device = _CPU if blocks <= limits.BLOCKS_ON_CPU else device
-        return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device)
-    except TooLarge:
-        return _decide_in_slices(mask_mod, sizes, rows, columns, device, device)
+    if reads_values and blocks <= limits.BLOCKS_ON_CPU:
+        with contextlib.suppress(TooLarge):
+            return _decide_in_slices(mask_mod, sizes, rows, columns, device, _CPU)
+    return _decide_in_slices(mask_mod, sizes, rows, columns, device, device, reads_values=reads_values)
 
 
 def decide_within(

@@ -163,15 +163,17 @@ class Elements:
         """The elements at float64 indices of four dimensions that broadcast, as ranges give them, None if ranges do not
         know all of the function's operations.
         """
-        on_b, on_h, on_q, on_kv = (block_indices(x, x) for x in indices)
+        truth = self.on_ranges(*(block_indices(x, x) for x in indices))
+        return truth.lo if truth is not None and truth.exact else None
+
+    def on_ranges(self, b: Range, h: Range, q: Range, kv: Range) -> Range | None:
+        """What ranges know of the mask on ranges of indices, None where they give up."""
         try:
-            truth, _, _, computed = evaluate(
-                self.mask_mod, on_b, on_h, on_q, on_kv, self.device, bounds=self.known_bounds
-            )
+            truth, _, _, computed = evaluate(self.mask_mod, b, h, q, kv, self.device, bounds=self.known_bounds)
         except (GiveUp, TooLarge):
             return None
         self.work.done += computed
-        return truth.lo if truth.exact else None
+        return truth
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:

@@ -11,8 +11,6 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, Decided
 from flexmasks.blocks.elements import Elements, block_indices, coordinates_of
 from flexmasks.blocks.lists import flat_nonzero
-from flexmasks.ranges import GiveUp, TooLarge
-from flexmasks.ranges.evaluate import evaluate
 
 _PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
 _MAX_PAIRS = 256  # pairs of a block in the second look
@@ -209,12 +207,9 @@ def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis)
     for axis, dim, shape in ((rows, 2, (n, 1, _PARTS, 1)), (columns, 3, (n, 1, 1, _PARTS))):
         positions = _positions_of_part(axis, blocks[:, dim].repeat_interleave(_PARTS), parts.flatten())
         indices.append(block_indices(positions[:, 0].double().view(shape), positions[:, -1].double().view(shape)))
-    b, h, q, kv = indices
     shape = (n, 1, _PARTS, _PARTS)
-    try:
-        truth, _, _, computed = evaluate(elements.mask_mod, b, h, q, kv, elements.device, bounds=elements.known_bounds)
-    except (GiveUp, TooLarge):
+    truth = elements.on_ranges(*indices)
+    if truth is None:
         certain = torch.zeros(shape, dtype=torch.bool, device=blocks.device)
         return certain[:, 0], ~certain[:, 0]
-    elements.work.done += computed
     return truth.lo.to(blocks.device).expand(shape)[:, 0], truth.hi.to(blocks.device).expand(shape)[:, 0]

@@ -55,10 +55,8 @@ class MaskData:
         return self.words.shape, self.table.shape
 
     def block_mask(self, for_flash: bool = False) -> compat.BlockMask:
-        read = _divided if for_flash else reading_bits
-        arguments: Any = (
-            self.lengths, *self.lists, self.block_size, read(self.words, self.table, self.block_size),
-        )  # fmt: skip
+        mask_mod = (_divided if for_flash else reading_bits)(self.words, self.table, self.block_size)
+        arguments: Any = (self.lengths, *self.lists, self.block_size, mask_mod)
         return compat.BlockMask(*arguments)
 
 

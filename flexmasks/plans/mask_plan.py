@@ -250,8 +250,9 @@ class MaskPlan(Plan):
     def mod(self) -> Callable[..., Tensor]:
         return self.block_mask().mask_mod
 
-    def bound(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
-        """The function of the BlockMask, given what `Modifier.resolve` returned."""
+    def bound(self) -> Callable[..., Tensor]:
+        """The function of the BlockMask, without its blocks; values of tensors are checked."""
+        resolved = self.mask.resolve(sized(self.size, self.offset))
         return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:

@@ -18,7 +18,7 @@ from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.shifted import Offset
-from flexmasks.plans.sizes import MAX_POSITIONS, sized
+from flexmasks.plans.sizes import MAX_POSITIONS
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size
@@ -40,7 +40,7 @@ class OfMask:
         """The function of a block mask, its parameters checked against the sizes."""
         q_len, kv_len = block_mask.seq_lengths
         size = Size(self.batch, self.heads, q_len, kv_len, block_mask.kv_num_blocks.device)
-        return MaskPlan(self.mask, size, self.q_offset).bound(self.mask.resolve(sized(size, self.q_offset)))
+        return MaskPlan(self.mask, size, self.q_offset).bound()
 
     def to(self, device: torch.device | str) -> OfMask:
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
