@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks import limits
@@ -59,13 +60,16 @@ _MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
 @dataclass(frozen=True)
 class _PreparedMask(Prepared):
     layout: Layout
-    facts: dict[str, Any]  # computed on demand: "options" proven for kernels, "fraction" of pairs computed
     why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
     recorded: RecordedPlan | None = None  # the plan that they came from
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.nbytes for t in self.layout.indices)
+
+    @functools.cached_property
+    def computed_fraction(self) -> float:  # kept with the blocks, because finding it waits for the GPU
+        return 1 - Blocks(self.layout.block_mask(noop_mask)).sparsity
 
 
 class MaskPlan(Plan):
@@ -185,13 +189,13 @@ class MaskPlan(Plan):
             return self._build_exactly(why=kind.why_exact)
         self._check_values()
         arguments, layout = kind.recorded(inputs)
-        return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
+        return _PreparedMask(arguments, self._offset_tensor(), layout, recorded=kind.recorded)
 
     def _build_by_bounds(self) -> _PreparedMask:
         """Plan by operations that a CUDA graph can hold, whose replays plan with the values that the tensors have."""
         self._check_values()
         arguments, layout = plan_bounds(self._mask_kind)
-        return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+        return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _check_values(self) -> None:
         if self.size.device.type == "cpu":
@@ -209,7 +213,7 @@ class MaskPlan(Plan):
         exact = self._build_exactly()
         try:
             arguments, layout = plan_bounds(self._mask_kind)
-            why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout, {}))
+            why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout))
         except Exception as error:  # a user's function may raise anything
             why_exact = cannot_record(error)
         if why_exact:
@@ -240,7 +244,7 @@ class MaskPlan(Plan):
         if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
         self._bits = layout.bits
-        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {}, why)
+        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), why)
 
     def block_mask(self) -> compat.BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
@@ -340,17 +344,6 @@ class MaskPlan(Plan):
         cost = "each change of the tensors takes some milliseconds, and waits for the device"
         return f"exact: {reason}; {cost}"
 
-    def proven_options(self, has_score: bool) -> dict[str, bool]:
-        """Options of torch's kernels that are proven for these blocks.
-
-        Only masks without tensors have such options: what holds for one content of a tensor may not hold for the next.
-        With a score change, no row is sure to keep a finite score.
-        """
-        if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
-            return {}
-        options = self._fact("options", lambda: self.blocks().kernel_options)
-        return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
-
     def computed_fraction(self) -> float:
         """The approximate fraction of all pairs that is computed.
 
@@ -362,7 +355,7 @@ class MaskPlan(Plan):
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
             return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
-        return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
+        return self._prepared.computed_fraction
 
     def is_mostly_partial(self) -> bool:
         """Whether kernels may read tensors in many partial blocks, at least half as many as full ones.
@@ -377,13 +370,6 @@ class MaskPlan(Plan):
             known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
             _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
         return bool(known)
-
-    def _fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """A fact about the blocks, kept with them: computing it waits for the GPU."""
-        facts = self._prepared.facts
-        if name not in facts:
-            facts[name] = find()
-        return facts[name]
 
 
 class GivenPlan:
@@ -438,9 +424,6 @@ class GivenPlan:
 
     def data(self) -> MaskData:
         return data_of(self._block_mask, *self._block_mask.kv_num_blocks.shape[:2])
-
-    def proven_options(self, has_score: bool) -> dict[str, bool]:
-        return {}
 
     def explained(self) -> str:
         return "the given block mask"

@@ -89,7 +89,7 @@ class TracedMask(_Traced):
     block_size: tuple[int, int] | None = None
     intervals = None
     reads_data_as_fast = False
-    blocks = data = proven_options = explained = _unknown
+    blocks = data = explained = _unknown
 
     @property
     def is_given(self) -> bool:
