@@ -7,11 +7,12 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks import limits
@@ -61,12 +62,14 @@ class _PreparedMask(Prepared):
     layout: Layout
     why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
     recorded: RecordedPlan | None = None  # the plan that they came from
-    # Of all pairs that is computed, once it was asked for, which waits for the GPU.
-    fraction: list[float] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.nbytes for t in self.layout.indices)
+
+    @functools.cached_property
+    def computed_fraction(self) -> float:  # kept with the blocks, because finding it waits for the GPU
+        return 1 - Blocks(self.layout.block_mask(noop_mask)).sparsity
 
 
 class MaskPlan(Plan):
@@ -352,10 +355,7 @@ class MaskPlan(Plan):
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
             return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
-        known = self._prepared.fraction
-        if not known:
-            known.append(1 - self.blocks().sparsity)
-        return known[0]
+        return self._prepared.computed_fraction
 
     def is_mostly_partial(self) -> bool:
         """Whether kernels may read tensors in many partial blocks, at least half as many as full ones.
