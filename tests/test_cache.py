@@ -1158,3 +1158,18 @@ def test_a_repeated_call_keeps_nothing_alive() -> None:
     assert [r() for r in tensors] == [None, None]
     assert [r() for r in memory] == [None, None]
     assert flexmasks.cache_info()["plans"].parts["calls"].entries == 0
+
+
+def test_recorded_factors_of_a_score_are_copies() -> None:
+    """A factor may be a view of the user's tensor: kept, it would keep that alive, and a change of it would be lost."""
+    q = torch.randn(1, 4, 40, 16, requires_grad=True)
+    alive = []
+    for _ in range(40):  # on a CPU the 16th is recorded
+        slopes = torch.rand(4)
+        out = flexmasks.attention(q, q, q, mask="causal", score="alibi", slopes=slopes)
+        slopes.zero_()
+        out.sum().backward()
+        alive.append(weakref.ref(slopes))
+        del slopes, out
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)

@@ -22,7 +22,7 @@ from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
 _MAX_CAPTURED_ELEMENTS = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
-_LOCK = threading.Lock()  # held while a CUDA graph runs and its outputs are copied
+_LOCK = threading.RLock()  # held while a CUDA graph runs and its outputs are copied
 _CAPTURED_ON = ("cuda",)
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
@@ -57,18 +57,24 @@ class Recorded:
         self._may_capture = True  # until it is tried
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, which no later run changes."""
+        """The outputs, in memory of their own."""
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
             if not inputs or inputs[0].device.type not in _CAPTURED_ON or torch.cuda.is_current_stream_capturing():
-                return self._run(*inputs)
+                return self._run_alone(inputs)
             device = inputs[0].device
             with _LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
                     self._may_capture = False
                     self._captured = _Captured.of(self._run, inputs)
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
-                    return self._run(*inputs)
+                    return self._run_alone(inputs)
                 return self._captured(inputs)
+
+    def _run_alone(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run without a CUDA graph; outputs that are part of an input, or the same at each run, are copied."""
+        given = {x.untyped_storage().data_ptr() for x in inputs}
+        outputs = zip(self._run(*inputs), self.varies, strict=True)
+        return [t if varies and t.untyped_storage().data_ptr() not in given else t.clone() for t, varies in outputs]
 
 
 class Learning:
