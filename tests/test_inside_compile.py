@@ -1021,6 +1021,15 @@ def test_block_masks_of_any_length(q_offset: int) -> None:
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), want)
 
 
+def test_numbers_of_any_size() -> None:
+    """Operators take whole numbers of 64 bits, functions capture any."""
+    most = 2**63
+    mask = flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (kv.double() < float(most)))
+    q = torch.randn(1, 2, 32, 16, dtype=torch.float64, requires_grad=True)
+    call = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(q, q, q, mask=mask), flexmasks.attention(q, q, q, mask="causal"))
+
+
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
-from flexmasks.graphs import Flat, text_of
+from flexmasks.graphs import Flat, text_of, value_of_text
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.shifted import shifted_mask, shifted_score
@@ -29,7 +29,8 @@ from flexmasks.spec.values import Mask
 from flexmasks.workers import Workers
 
 _Result = TypeVar("_Result")
-_FLOATS = float | torch.SymFloat
+# What the operator gets apart from its text: by the names of lists, what they hold.
+_LISTS: dict[str, Any] = {"tensors": Tensor, "numbers": torch.SymInt, "floats": float | torch.SymFloat}
 
 
 class Described(NamedTuple):
@@ -90,17 +91,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: De
     """
     leaves: list[Any] = []
     text = text_of(tuple(call), leaves)
-    kinds = "".join("t" if isinstance(x, Tensor) else "f" if isinstance(x, _FLOATS) else "n" for x in leaves)
-    lists = ([x for x, kind in zip(leaves, kinds, strict=True) if kind == of_kind] for of_kind in "tnf")
+    places = tuple(next((kind for kind, of_kind in _LISTS.items() if isinstance(x, of_kind)), x) for x in leaves)
+    lists = ([x for x in leaves if isinstance(x, of_kind)] for of_kind in _LISTS.values())
     partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    return torch.ops.flexmasks.attend(q, k, v, partial, full, *lists, f"{kinds} {text}")  # type: ignore[no-any-return]
+    whole = repr((places, text))
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *lists, whole)  # type: ignore[no-any-return]
 
 
-def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
-    """Return the call of the operator's last arguments; its text begins with the kind of each tensor and number."""
-    kinds, _, text = text.partition(" ")
-    lists = {"t": iter(tensors), "n": iter(numbers), "f": iter(floats)}
-    return Described(*Flat(text, tuple(next(lists[kind]) for kind in kinds)).values())
+def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> Described:
+    """Return the call of the operator's last arguments; its text says in which list each leaf is, or has the leaf."""
+    places, text = value_of_text(whole)
+    lists = dict(zip(_LISTS, map(iter, (tensors, numbers, floats)), strict=True))
+    return Described(*Flat(text, tuple([next(lists[x]) if isinstance(x, str) else x for x in places])).values())
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
