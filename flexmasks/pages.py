@@ -131,14 +131,18 @@ def run_paged(
         return with_sinks_of(Result(*_run_paged(q, cache, request._replace(sink_logits=None))), sinks)
 
 
-def _run_paged(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call with pages and without sinks, see `run_paged`."""
+def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call with pages and without sinks, see `run_paged`.
+
+    is_checked: the request has a Mask, and all arguments are right.
+    """
     known = _key_of_pages(q, cache, request)
     again = None if known is None else run_again(*known, q, cache.k, cache.v)
     if again is not None:
         return again
-    check_cache(PAGED, q, *cache)
-    request = _with_values(request)
+    if not is_checked:
+        check_cache(PAGED, q, *cache)
+        request = _with_values(request)
     if _may_read_pages(q, cache, request):
         ran = _run_in_pages(q, cache, request)
         if ran is not None:
@@ -265,7 +269,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
-        own_out, own_lse = _run_paged(own_q, _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens), own)
+        own_cache = _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens)
+        own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))

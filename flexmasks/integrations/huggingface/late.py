@@ -227,8 +227,8 @@ def _given(given: Mask | HeldPlan, step: _Step) -> LateMask:
     along their paths.
     """
     batch, heads, length, kv_length = step.shape
-    has_other_keys = kv_length is not None and kv_length != length  # a mask has no shape to tell transformers of keys
-    if isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset or has_other_keys:
+    kv_length = length if kv_length is None else kv_length  # a mask has no shape to tell transformers of keys
+    if isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset or kv_length != length:
         fail(
             "a mask or plan as `attention_mask` is for whole texts without a key-value cache, and the step has "
             f"{length} queries and {kv_length} keys; pass `use_cache=False`."
