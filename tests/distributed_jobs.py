@@ -417,6 +417,24 @@ def compiled(how: str, checkpointed: bool = False, selective: bool = False, back
     return float(max(errors))
 
 
+def parts_of_two_sizes_inside_compile() -> float:
+    """Return the largest error of a compiled call for one batch element, of its output and gradients."""
+    torch._dynamo.reset()
+    length, parts = 128, ((0, 101), (101, 128))
+    q, k, v = (torch.randn(1, heads, length, size, dtype=torch.float64) for heads, size in ((8, 8), (4, 8), (4, 6)))
+    call = functools.partial(distributed.attention, mesh=mesh_of(), how="heads", backend="reference")
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    mine = slice(*parts[dist.get_rank()])
+    own = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
+    order = distributed.Order(length, tuple((part,) for part in parts))
+    out, _ = compiled(*own, score="alibi", return_lse=True, order=order)
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    want, _ = flexmasks.attention(*whole, score="alibi", return_lse=True, backend="reference")
+    got = [out, *torch.autograd.grad(out.square().sum(), own)]
+    wanted = [want, *torch.autograd.grad(want.square().sum(), whole)]
+    return max(float((a - b[:, :, mine]).abs().max()) for a, b in zip(got, wanted, strict=True))
+
+
 def lengths_inside_compile(
     how: str, ndim: int, dynamic: bool | None, documents: bool = True, whole: bool = False
 ) -> tuple[float, int]:

@@ -112,6 +112,11 @@ def test_orders_that_change_inside_compile(two: Processes) -> None:
     assert max(two.run(jobs.orders_inside_compile)) < 1e-5
 
 
+@pytest.mark.slow
+def test_parts_of_two_sizes_inside_compile(two: Processes) -> None:
+    assert max(two.run(jobs.parts_of_two_sizes_inside_compile)) < 1e-10
+
+
 def test_autocast(two: Processes) -> None:
     assert two.run(jobs.under_autocast) == [["torch.bfloat16 True"] * 3] * 2
 

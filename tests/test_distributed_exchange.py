@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import flexmasks
-from flexmasks.integrations.distributed import Order, balance
+from flexmasks import compat
+from flexmasks.integrations.distributed import Order, balance, exchange
 from sequence_on_paper import plan
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -55,3 +56,13 @@ def test_processes_receive_what_the_plan_says(processes: Processes, name: str, b
         forward, backward = torch.tensor(figures, dtype=torch.float64).unbind(1)
         for got, want in ((forward, way.received), (backward, way.received_in_backward)):
             assert (float(got.max()), float(got.mean())) == (want.busiest, want.mean), way.name
+
+
+def test_rows_of_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cat keeps that order of memory, in which rows are no view."""
+    monkeypatch.setattr(compat, "is_compiling", lambda: True)
+    x = torch.randn(2, 4, 5, 6, 3).permute(0, 4, 1, 2, 3)  # [..., B, H, D], the second dimension last in memory
+    layout = exchange._Layout(x.shape[:-2], (x.shape[-2:],))
+    rows = layout.packed([x])
+    assert torch.equal(rows, x.reshape(6, -1))
+    assert torch.equal(layout.unpacked(rows)[0], x)

@@ -200,7 +200,8 @@ class _Layout(NamedTuple):
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors side by side, as rows [N, numbers]."""
         if compat.is_compiling():  # Inductor fuses this; in eager mode it would copy twice
-            rows = torch.cat([x.flatten(-2) for x in tensors], -1)
+            parts = [x.reshape(*self._flat, size.numel()) for x, size in zip(tensors, self.sizes, strict=True)]
+            rows = torch.cat(parts, -1)
         elif len(tensors) == 1 and tensors[0].is_contiguous():
             rows = tensors[0].detach()
         else:
@@ -208,12 +209,19 @@ class _Layout(NamedTuple):
             for x, size in zip(tensors, self.sizes, strict=True):
                 copy(rows.narrow(-1, at, size.numel()).unflatten(-1, size), x)
                 at += size.numel()
-        return rows.view(math.prod(self.lead[:-1]), self.lead[-1] * self._width)
+        return rows.view(self._flat[0], self._flat[1] * self._width)
 
     def unpacked(self, rows: Tensor) -> list[Tensor]:
         """The tensors, which share the memory of the rows."""
-        parts = rows.view(*self.lead, self._width).split([size.numel() for size in self.sizes], -1)
-        return [part.unflatten(-1, size) for part, size in zip(parts, self.sizes, strict=True)]
+        parts = rows.view(*self._flat, self._width).split([size.numel() for size in self.sizes], -1)
+        return [part.view(*self.lead, *size) for part, size in zip(parts, self.sizes, strict=True)]
+
+    @property
+    def _flat(self) -> tuple[int, int]:
+        """[..., B] in two dimensions: torch.cat, also as a gradient, may keep channels last where there are three, and
+        its fake result does not say so.
+        """
+        return math.prod(self.lead[:-1]), self.lead[-1]
 
     @property
     def _width(self) -> int:
