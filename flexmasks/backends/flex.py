@@ -243,10 +243,10 @@ def _has_kernel(call: Call, parts: Sequence[int], backend: str | None, more_opti
     parts: of the kernel's key, 0 for the mask and 1 for the score change.
     """
     own, block_mask = call.kernel_key, call.mask.blocks().block_mask
-    _, _, *end = _key(own, call, backend, _options(call, backend, more_options), block_mask)
+    others = _key(own, call, backend, _options(call, backend, more_options), block_mask)[2:]
     shapes = shapes_of(call.q, call.k, call.v, call.shapes)
     for key in COMPILED.known_keys():
-        if all(key[part] == own[part] for part in parts) and key[2:] == tuple(end):
+        if all(key[part] == own[part] for part in parts) and key[2:] == others:
             kernel = COMPILED.get(key)
             if kernel is not None and kernel.is_ready(shapes, is_mask_alike=0 in parts):
                 return True
