@@ -58,6 +58,21 @@ def test_processes_receive_what_the_plan_says(processes: Processes, name: str, b
             assert (float(got.max()), float(got.mean())) == (want.busiest, want.mean), way.name
 
 
+@pytest.mark.parametrize(("mask", "kv_heads", "way"), [
+    ("causal", 2, "heads"),  # few keys are to be received, but the last process would compute three times the first
+    ("causal", 1, "gather"),  # heads cannot be exchanged, and the last process sees all keys
+    ("window", 2, "seen"),
+    ("window", 1, "seen"),
+    ("documents", 2, "heads"),
+])  # fmt: skip
+def test_processes_exchange_what_is_least_unless_one_computes_most(
+    two: Processes, mask: str, kv_heads: int, way: str
+) -> None:
+    order, shape = Order.natural(LENGTH, 2), (1, 8, kv_heads, 16)
+    figures = {how: two.run(jobs.received, how, MASKS[mask], order.parts, shape, None) for how in ("auto", way)}
+    assert figures["auto"] == figures[way]
+
+
 def test_rows_of_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cat keeps that order of memory, in which rows are no view."""
     monkeypatch.setattr(compat, "is_compiling", lambda: True)

@@ -42,6 +42,7 @@ from flexmasks.integrations.distributed.exchange import (
     submesh,
 )
 from flexmasks.planned import under_autocast
+from flexmasks.plans.windows import Window
 from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
@@ -54,7 +55,9 @@ from flexmasks.spec.values import Modifier
 
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
-_SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
+# "seen" is taken instead of another way if processes then receive at most this share of what they would receive, and
+# instead of "heads", by which all compute as much, if the busiest one computes at most so many times the mean.
+_SAVES_MUCH, _NEARLY_EVEN = 0.5, 1.15
 _WANTED: Part[tuple[Parts, ...]] = Part(PLANS, "seen")  # the keys that processes want
 _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
@@ -121,7 +124,8 @@ def attention(
             "seen": each gets the keys and values that its queries see, in whole blocks of 128. The mask is planned for
             all processes, which reads its tensors.
             "auto": "heads" if it can be; else "gather". "seen" instead of them if the mask reads no tensors
-            and no objects that may change, and processes then receive at most half as much.
+            and no objects that may change, and processes then receive at most half as much; instead of "heads" only
+            for windows whose busiest process then computes at most 1.15 times the mean.
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other;
             parts as long as those of an order that `balance` or `shard` made for these processes, and that is still
             held, are refused without it.
@@ -384,16 +388,29 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     other = "gather" if k.shape[1] % last else "heads"
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
-    if _distances(call, q) is None:  # then blocks are counted only where that saves most and is done once
+    band = _distances(call, q)
+    if band is None:  # then blocks are counted only where that saves most and is done once
         key, tensors = (None, []) if other == "heads" else _key_of(cast(Mask, call.mask))
         if key is None or tensors:
             return other, ()
+    elif other == "heads" and _unevenness(band, call) > _NEARLY_EVEN:
+        return other, ()
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
     most = max(size_of(w) - size_of(common(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
     share = (mesh.size() - 1) / mesh.size() * call.length
     everything = share * (kv + q.shape[1] * (q.shape[3] + v.shape[3])) / last if other == "heads" else share * kv
     return ("seen", wanted) if most <= _SAVES_MUCH * everything else (other, ())
+
+
+def _unevenness(band: Band, call: _Call) -> float:
+    """The pairs of a query and a key that the busiest process computes of its own queries, over the mean."""
+    keys = 0, call.length
+    pairs = [
+        sum(Window(band.left, band.right, start, keys, None).pairs(stop - start) for start, stop in own)
+        for own in call.parts
+    ]
+    return max(pairs) * len(pairs) / max(sum(pairs), 1.0)
 
 
 def _wanted(call: _Call) -> tuple[Parts, ...]:
