@@ -1160,6 +1160,20 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
+@pytest.mark.parametrize(("size", "backend"), [(64, "flex"), (96, "flex_flash")])
+def test_partial_blocks_are_dear_without_gradients_in_small_heads(
+    size: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
+    documents = _causal_and("document", document_ids=torch.zeros(4, 8192, dtype=torch.int64))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
+        q = torch.empty(4, 16, 8192, size, dtype=torch.bfloat16)
+        data = data_of(documents, q.device).values()
+        facts = (False, False, False, False, False)
+        call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, facts)
+        assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
+
+
 def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])

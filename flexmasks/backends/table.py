@@ -97,6 +97,7 @@ BACKENDS = {
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
 _SHORT_MAX_FLOP = 40e9  # over all pairs
 _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as others (H100)
+_SIZE_OF_DEAR_PARTIAL = 64  # of a head, up to which flex_flash is slow in partial blocks without gradients too
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
 
@@ -141,9 +142,14 @@ def _fastest_first(call: Call) -> list[Backend]:
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flex_flash 3.2 full blocks, and flex 1.4 of its
-        # own, which are 1.5 of flex_flash's (forward and backward pass, H200). In blocks for larger heads flex_flash
-        # takes 0.5 of flex's time even where most blocks are partial (documents of 600 tokens, H100).
-        pays_for_partial = call.needs_grad and flex_flash.block_size(call.q.shape[3], call.q.device) is None
+        # own, which are 1.5 of flex_flash's (forward and backward pass, H200). Of documents of 200 to 600 tokens the
+        # forward pass alone takes flex_flash 1.2 to 1.65 of flex's time with head size 64, 0.93 to 1.15 with 96 and
+        # 128 (H200). In blocks for larger heads flex_flash takes 0.5 of flex's time even where most blocks are partial
+        # (documents of 600 tokens, H100).
+        size = call.q.shape[3]
+        pays_for_partial = (call.needs_grad or size <= _SIZE_OF_DEAR_PARTIAL) and (
+            flex_flash.block_size(size, call.q.device) is None
+        )
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial())):
             slow.append("flex_flash")
