@@ -187,7 +187,7 @@ class Launches(dict[Hashable, _Launch]):
         self[key] = launch
 
 
-# What the library remembers, all of it:
+# What the library remembers of calls and masks:
 # - of kinds of masks, scores and calls, which differ in the values of tensors only: recorded programs, calls, what
 #   numbers came, which backends failed, and other facts;
 KINDS = Cache(max_bytes=1 << 30)

@@ -278,7 +278,7 @@ def _forms_in_place(replay: Replay, planned: Planned) -> Any:
     forms = []
     try:
         for name in replay.reads:
-            plan = planned.score if name in ("added", "functions") else planned.mask
+            plan = planned.plan_of(name)
             if plan is not None:
                 forms.append((plan, name, replay.block_size, plan.form(name, replay.block_size)))
     except Opaque:
@@ -381,7 +381,7 @@ def _forms_of(replay: Replay, planned: Planned, tensors: list[Tensor]) -> list[F
             pages = tensors[-_OF_PAGES:] if name == "pages" else tensors[-1:]
             forms.append(Form(replay.taken()[0][-len(pages) :], pages, list))
         else:
-            plan = planned.score if name in ("added", "functions") else planned.mask
+            plan = planned.plan_of(name)
             if plan is not None:
                 forms.append(plan.form(name, replay.block_size))
     return forms

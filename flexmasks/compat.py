@@ -9,7 +9,7 @@ is needed for. `tests/test_missing.py` takes each of them away in turn.
 Two public ways of later versions are not taken. FLASH takes Python's numbers in score changes as inputs from torch 2.14
 on; nobody has tried it with this library. `torch.compile(isolate_recompiles=True)` (torch 2.13) gives
 each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which torch
-2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit.
+2.13 and 2.15 fail; a code object for each kernel, as `backends/flex_kernels.py` makes it, has no such limit.
 """
 
 from __future__ import annotations

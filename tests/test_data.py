@@ -345,7 +345,7 @@ def test_the_library_s_own_functions(kind: str) -> None:
         batch, heads = value.implied_size("B") or 2, value.implied_size("H") or 2
         q_len, kv_len = (value.implied_size(n) or value.implied_size("S") or 256 for n in ("Q", "KV"))
         size = Size(batch, heads, q_len, kv_len, CPU)
-        made: Any = MaskPlan(value, size).block_mask().mask_mod if kind == "mask" else ScorePlan(value, size).mod()
+        made: Any = MaskPlan(value, size).block_mask.mask_mod if kind == "mask" else ScorePlan(value, size).mod()
         look = CPU, (batch, heads, q_len, kv_len), kind == "score"
         if inexact(made, *look) and not forms._way_to_rewrite(made, *look):
             refused.add(name.name)

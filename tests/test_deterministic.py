@@ -31,9 +31,8 @@ def deterministic() -> Iterator[Callable[..., None]]:
 
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(
-        **{"q": q, "k": q, "learns": False, "needs_grad": True, "pages": None, "is_cuda": True, **given}
-    )
+    facts = {"learns": False, "needs_grad": True, "pages": None, "is_cuda": True, "is_traced": False}
+    return SimpleNamespace(**{"q": q, "k": q, **facts, **given})
 
 
 @pytest.mark.parametrize(

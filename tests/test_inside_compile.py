@@ -1048,7 +1048,7 @@ def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.Monke
     with fakes:
         of_mask, facts = (mask.values(), 0, None, ()), (learns, True, learns, False, False)
         call = inside_compile._call_of(of_mask, score.values(), 0, q, k, v, None, facts)
-        reasons = {name: backend.refuses(call) for name, backend in table.BACKENDS.items()}
+        reasons = {name: table.why_not(name, call) for name in table.BACKENDS}
     assert reasons["reference"] is None
     if gpu and learns:
         assert reasons["short"] is None
@@ -1158,6 +1158,18 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         for block_size in (None, (128, 128)):  # blocks of the library, and given ones
             call = inside_compile._call_of((data, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
+
+
+def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = table.Backend("mine", lambda call: None, table.BACKENDS["reference"].run)
+    monkeypatch.setattr(table, "BACKENDS", {"mine": mine, **table.BACKENDS})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 2, 8, 16)
+        data = data_of(flexmasks.get_mask("causal"), q.device).values()
+        call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, [False] * 5)
+    able, reasons = table.choose(call)
+    assert reasons["mine"] == "torch.compile does not trace it"
+    assert [b.name for b in able][-1] == "reference"
 
 
 @pytest.mark.parametrize(("size", "backend"), [(64, "flex"), (96, "flex_flash")])

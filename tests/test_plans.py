@@ -481,7 +481,7 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         mask, numbers = two_windows(n)
         aliases = Aliases()
         of_mask = mask_plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
-        block_mask = of_mask.block_mask()
+        block_mask = of_mask.block_mask
     runner: Any = None
     call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
     kind = CallKind(call, [of_mask.form("blocks")], aliases, numbers)

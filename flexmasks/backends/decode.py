@@ -23,8 +23,6 @@ def refuses(call: Call) -> str | None:
     device = call.q.device.type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
-    if call.is_traced:
-        return "torch.compile does not trace it"
     if call.mask.is_given:
         return "it takes a mask, not blocks"
     if not are_few(call.q.shape[2], call.k.shape[2], call.q.device):

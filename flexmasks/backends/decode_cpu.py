@@ -74,7 +74,7 @@ class _Pages(NamedTuple):
         return pages.view(len(numbers), -1, *cache.shape[2:])[:, keys].transpose(1, 2)
 
     def _columns(self, part: _Part) -> tuple[int, int]:
-        """Return the first and the last column of a part's keys, plus 1."""
+        """Return the first column of a part's keys, and the last one plus 1."""
         return part.keys.start // self.size, -(-part.keys.stop // self.size)
 
 

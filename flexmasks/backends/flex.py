@@ -1,4 +1,4 @@
-"""Calls of compiled flex_attention: what the backends flex and flex_flash share."""
+"""Backend "flex": calls of compiled flex_attention. Backend "flex_flash" shares them."""
 
 from __future__ import annotations
 

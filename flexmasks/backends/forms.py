@@ -1,7 +1,7 @@
 """The forms in which compiled kernels get a mask: its function, or data.
 
-A function that a compiler may compute otherwise than Python does goes as data, see `flexmasks.plans.data`. So do masks
-without tensors on a CPU, where kernels that read data are as fast: nothing is compiled for a new function.
+A function that a compiler may compute otherwise than Python does goes as data, see `flexmasks.plans.data`. So do users'
+functions without tensors on a CPU, where kernels that read data are as fast: nothing is compiled for a new function.
 """
 
 from __future__ import annotations

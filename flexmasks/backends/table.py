@@ -1,6 +1,6 @@
 """The table of backends, and the choice among them.
 
-`backend="auto"` asks the backends in the order of the table.
+`backend="auto"` asks the backends in the order that `_fastest_first` makes of the table for a call.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Backend:
     plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
     reads_pages: bool = False
     reads_any_dtype: bool = False  # k and v may have another dtype than q
+    can_be_traced: bool = False  # torch.compile may trace a call, see `flexmasks.inside_compile`
 
 
 BACKENDS = {
@@ -75,20 +76,20 @@ BACKENDS = {
     for b in (
         Backend(
             "fa4", fa4.refuses, fa4.run, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan,
-            reads_pages=True,
+            reads_pages=True, can_be_traced=True,
         ),
         Backend("decode", decode.refuses, decode.run, plan=decode.plan, reads_pages=True),
-        Backend("sdpa", sdpa.refuses, sdpa.run),
+        Backend("sdpa", sdpa.refuses, sdpa.run, can_be_traced=True),
         Backend(
             "flex_flash", flex_flash.refuses, flex_flash.run, flex_flash.adds_in_any_order, flex_flash.compiles,
-            _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks,
+            _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks, can_be_traced=True,
         ),
         Backend(
             "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
-            reads_any_dtype=True,
+            reads_any_dtype=True, can_be_traced=True,
         ),
-        Backend("short", short.refuses, short.run, compiles=short.compiles),
-        Backend("reference", reference.refuses, reference.run, reads_any_dtype=True),
+        Backend("short", short.refuses, short.run, compiles=short.compiles, can_be_traced=True),
+        Backend("reference", reference.refuses, reference.run, reads_any_dtype=True, can_be_traced=True),
     )
 }  # fmt: skip
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flex_flash. These are
@@ -127,10 +128,7 @@ def is_not_here(reason: str) -> bool:
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda or call.pages is not None:
-        names = list(BACKENDS)
-        if not (call.is_traced or short_cpu.uncompiled(call).is_spent):
-            names[-3:-1] = ["short", "flex"]
-        return [BACKENDS[name] for name in names]
+        return _in_order(slow=[] if call.is_traced or short_cpu.uncompiled(call).is_spent else ["flex"])
     own = "decode" if _is_decoding(call) else "short" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]
@@ -153,14 +151,19 @@ def _fastest_first(call: Call) -> list[Backend]:
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial())):
             slow.append("flex_flash")
+    return _in_order(slow)
+
+
+def _in_order(slow: list[str]) -> list[Backend]:
+    """Return the backends in the order of the table, with the slow ones behind the others, before the reference."""
     names = [name for name in BACKENDS if name not in slow]
-    names[-1:-1] = slow  # before the reference
+    names[-1:-1] = slow
     return [BACKENDS[name] for name in names]
 
 
 def _is_decoding(call: Call) -> bool:
     """Return whether a call on a GPU has few queries that "decode" is best at."""
-    return call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and decode.refuses(call) is None
+    return call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and why_not("decode", call) is None
 
 
 def _is_small(call: Call) -> bool:
@@ -190,6 +193,8 @@ def _reason_against(backend: Backend, call: Call) -> str | None:
 def why_not(name: str, call: Call) -> str | None:
     """Return why a backend cannot run a call, torch's deterministic mode included, or None."""
     backend = BACKENDS[name]
+    if call.is_traced and not backend.can_be_traced:
+        return "torch.compile does not trace it"
     if call.pages is not None and not backend.reads_pages:
         return "it reads no pages"
     if call.k.dtype != call.q.dtype and not backend.reads_any_dtype:

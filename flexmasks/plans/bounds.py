@@ -27,7 +27,7 @@ class Resolved(NamedTuple):
 
 
 class MaskKind(NamedTuple):
-    """Everything that a recorded plan depends on, besides the values of tensors."""
+    """All that a plan by bounds is made from. A recorded plan takes other tensors in the places of its tensors."""
 
     mask: Mask
     offset: Offset

@@ -97,7 +97,7 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> Ma
 def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
     plan = plan_mask(call, mask, lengths)
     if not as_data:
-        return _portable(plan, plan.block_mask())
+        return _portable(plan, plan.block_mask)
     data = plan.data_alone()
     return PortableBlockMask.of(data.block_mask(), OfData(data.words, data.table))
 

@@ -53,7 +53,7 @@ _BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million 
 _WHOLE: Part[Whole] = Part(PLANS, "whole")
 _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
 _DATA: Part[MaskData] = Part(PLANS, "data")
-# Facts about the first masks and scores of their kinds. An entry counts one byte.
+# Facts about the first masks of their kinds.
 _MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
 
 
@@ -115,7 +115,8 @@ class MaskPlan(Plan):
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
         self._resized: dict[tuple[int, int], MaskPlan] = {}
         self.spread = []
-        vars(self).pop("_prepared", None)
+        for made in ("_prepared", "block_mask"):
+            vars(self).pop(made, None)
 
     def resized(self, block_size: tuple[int, int]) -> MaskPlan:
         """The plan of the same mask in blocks of another size, made once."""
@@ -246,13 +247,14 @@ class MaskPlan(Plan):
         self._bits = layout.bits
         return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), why)
 
+    @functools.cached_property
     def block_mask(self) -> compat.BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
     def mod(self) -> Callable[..., Tensor]:
-        return self.block_mask().mask_mod
+        return self.block_mask.mask_mod
 
     def bound(self) -> Callable[..., Tensor]:
         """The function of the BlockMask, without its blocks; values of tensors are checked."""
@@ -270,6 +272,8 @@ class MaskPlan(Plan):
         if name in ("whole", "spanned"):
             tensors = self.whole if name == "whole" else self.spanned
             return Form(tensors, self.inputs, self._recorded.get(name))
+        if name != "blocks":
+            raise KeyError(name)
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
         program = None if prepared.recorded is None else prepared.recorded.make
@@ -279,7 +283,7 @@ class MaskPlan(Plan):
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
         layout = self._prepared.layout
         facts = layout.undecided, layout.not_understood, layout.unknown, layout.unknown_pairs
-        return Blocks(self.block_mask(), *facts)
+        return Blocks(self.block_mask, *facts)
 
     @property
     def reads_data_as_fast(self) -> bool:
@@ -326,7 +330,7 @@ class MaskPlan(Plan):
     def _as_data(self, sizes: tuple[int, int] | None = None) -> MaskData:
         """sizes: batch size and number of heads of the lists, by default those that the mask needs."""
         self._wants_bits = True  # blocks that are not known yet come with their bits
-        block_mask = self.block_mask()
+        block_mask = self.block_mask
         bits, self._bits = self._bits, None
         with naming(self.mask), torch.no_grad():
             batch, heads = sizes or block_mask.kv_num_blocks.shape[:2]

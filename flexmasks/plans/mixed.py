@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmasks import compat
 
-_FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and the most of backend decode
+_FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and four of them
 
 
 class Sequences(NamedTuple):

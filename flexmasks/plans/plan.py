@@ -251,8 +251,7 @@ class Plan:
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
-            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording; they lend their
-            outputs.
+            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
         factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
             first time.
         """

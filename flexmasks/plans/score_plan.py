@@ -40,6 +40,8 @@ def is_bias(score: Score, size: Size) -> bool:
 class ScorePlan(Plan):
     """A score change on its way to a score_mod."""
 
+    FORMS = "added", "functions"  # the names that `form` takes
+
     def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
         super().__init__(score, size, offset, aliases=aliases)
         self.score = score
@@ -89,6 +91,8 @@ class ScorePlan(Plan):
         """What a kernel reads: "added", or what "functions" read of the user's tensors alone."""
         if name == "added":
             return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
+        if name != "functions":
+            raise KeyError(name)
         if self.prepares_tensors and not self.is_bias:
             raise Opaque("tensors that are made for the score change")
         return Form(spread=self.spread)

@@ -22,7 +22,7 @@ from flexmasks import compat
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.spec.structure import CONSTANTS, Readable, Structure, Walk, Way, flatten
 
-# Each structure with the number of its tensors. An entry counts one byte.
+# Each structure with the number of its tensors.
 _TEMPLATES: Part[tuple[Structure, int]] = Part(KINDS, "templates")
 _READ_NO_NAMES = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")  # modules with help for masks of users
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from flexmasks.attention import attention, dense_mask
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
-from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
+from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.masks.packed import packed
 from flexmasks.spec import Mask, get_mask, get_score
 from flexmasks.trees import TreeBlockMask
@@ -151,7 +151,7 @@ _UNKNOWN_ARGUMENTS = {
 def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
     if dropout:
-        _fail(
+        fail(
             f"attention weights are never dropped, got dropout={dropout} in {type(module).__name__}. Set the attention "
             "dropout of the model's config to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`; "
             'T5 has only `dropout_rate`), call `model.eval()`, or use attn_implementation="sdpa" or "eager".'
@@ -160,16 +160,12 @@ def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> N
     if wants_weights is None:
         wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
     if wants_weights:
-        _fail('fused attention has no attention weights to return; use attn_implementation="eager".')
+        fail('fused attention has no attention weights to return; use attn_implementation="eager".')
     for name, what in _UNKNOWN_ARGUMENTS.items():
         if others.get(name) is not None:
-            _fail(f'{what}, by `{name}` in {type(module).__name__}; use attn_implementation="eager".')
+            fail(f'{what}, by `{name}` in {type(module).__name__}; use attn_implementation="eager".')
     if others.get("cache") is not None:
-        _fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
-
-
-def _fail(message: str) -> NoReturn:
-    raise ValueError(f"flexmasks.integrations.huggingface: {message}")
+        fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
 
 
 # --- masks that are given ---
@@ -183,7 +179,7 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         # A prefix of the keys, as PEFT adds, is visible where all keys are.
         has_other_keys = key.shape[2] > kv_length and mask.mask.name != "full"
         if query.shape[2] != q_length or has_other_keys:
-            _fail(
+            fail(
                 f"the mask was made for {q_length} queries and {kv_length} keys, and the layer has {query.shape[2]} "
                 f"and {key.shape[2]}. Where sequences are spread over several processes, hand on None as the mask, and "
                 "the position_ids of whole sequences."
@@ -202,7 +198,7 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         return mask, 0, None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
         what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        _fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
+        fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
     if mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]
     if mask.shape[-1] == 1:  # the same for all keys
@@ -396,7 +392,7 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
     if whole.tensor is not None and padding is None:
         documents = _several_documents(whole.tensor)
         if documents is not None and not all(m.definition.own for m in others):
-            _fail("a mask function of another origin cannot be applied to packed rows of a sharded sequence.")
+            fail("a mask function of another origin cannot be applied to packed rows of a sharded sequence.")
     elif whole.tensor is not None and not (may_keep(whole.tensor.device) and bool(whole.tensor.all())):
         others.append(get_mask("key_padding", attention_mask=whole.tensor))
         start = (whole.tensor.cumsum(1) == 0).sum(1)  # transformers' chunks start behind the padding on the left

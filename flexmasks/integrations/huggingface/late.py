@@ -12,7 +12,7 @@ from flexmasks import compat, trees
 from flexmasks.attention import dense_mask
 from flexmasks.blocks.elements import over_indices
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
-from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
+from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail, fail_sharded
 from flexmasks.planning import Plan
 from flexmasks.plans.held import HeldPlan, Sizes
 from flexmasks.plans.sizes import is_captured
@@ -89,9 +89,9 @@ class LateMask(compat.BlockMask):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         name = getattr(function, "__name__", function)
         # torch's operators would turn a TypeError into one of their own.
-        raise ValueError(
-            f"flexmasks.integrations.huggingface: the model computes with its mask ({name}), so it takes no attention "
-            'function; use attn_implementation="eager".'
+        fail(
+            f"the model computes with its mask ({name}), so it takes no attention function; use "
+            'attn_implementation="eager".'
         )
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class ShardedMask(LateMask):
         return ShardedMask(moved.parts, self.shape, moved.device, self.sharding, *inputs)
 
     def to_dense(self) -> NoReturn:
-        fail("the model computes with its mask, which no process has whole.")
+        fail_sharded("the model computes with its mask, which no process has whole.")
 
 
 # Models that compute with their mask as a tensor, which masks of one query are, and some that leave out a BlockMask
@@ -182,10 +182,7 @@ def make_mask(
     """
     model_type = getattr(others.get("config"), "model_type", None)
     if model_type in _REFUSED:
-        raise ValueError(
-            f"flexmasks.integrations.huggingface: models of type {model_type!r} compute with their masks; use "
-            'attn_implementation="eager".'
-        )
+        fail(f'models of type {model_type!r} compute with their masks; use attn_implementation="eager".')
     device = torch.device(device)
     step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
     if isinstance(attention_mask, Mask | HeldPlan):
@@ -281,14 +278,14 @@ def _without_padding(visible: Tensor, padding: Tensor | None) -> Tensor:
 def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> ShardedMask:
     _, _, length, kv_length = step.shape
     if any(isinstance(x, Tensor) or x for x in (step.q_offset, step.kv_offset)):
-        fail(
+        fail_sharded(
             "the model goes on with a key-value cache, and a sharded sequence has none. Call the model with whole "
             "texts and `use_cache=False`, and `generate` outside of `sharded`."
         )
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length):
-        fail(f"`attention_mask` must be [batch, tokens], got {list(attention_mask.shape)}.")
+        fail_sharded(f"`attention_mask` must be [batch, tokens], got {list(attention_mask.shape)}.")
     if length != kv_length:
-        fail(
+        fail_sharded(
             f"the step has {length} queries and {kv_length} keys. `attention_mask` must be this process's part of the "
             "whole one, `distributed.shard(attention_mask, order, mesh)`. Static caches cannot be used."
         )

@@ -88,9 +88,9 @@ def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, 
     from flexmasks.integrations.distributed import Order
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
-        fail(f"`mesh` must be a DeviceMesh of one or two dimensions, got {mesh!r}.", TypeError)
+        fail_sharded(f"`mesh` must be a DeviceMesh of one or two dimensions, got {mesh!r}.", TypeError)
     if order is not None and (not isinstance(order, Order) or order.ranks != mesh.size()):
-        fail(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+        fail_sharded(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
     sharding = Sharding(mesh, order, how, check)
     _ACTIVE.append(sharding)
     try:
@@ -119,7 +119,11 @@ def _packing_left_to(sharding: Sharding) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = own
 
 
-def fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
+def fail(message: str) -> NoReturn:
+    raise ValueError(f"flexmasks.integrations.huggingface: {message}")
+
+
+def fail_sharded(message: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"flexmasks.integrations.huggingface.sharded: {message}")
 
 
@@ -193,7 +197,7 @@ class Sharding:
                     "slices of them. If each part really is a document of its own, set `check=False`."
                 )
         if problem:
-            fail(problem)
+            fail_sharded(problem)
         if not is_new and self._whole is not None:
             return self._whole
         order = order or Order(sum(lengths), following(lengths))
