@@ -1,7 +1,7 @@
 """A call inside a user's own torch.compile.
 
-torch cannot trace how ranges are computed, and takes long to read Python. So what torch reads here only makes data of
-the call: names, numbers and tensors. `_attend` gets them in plain Python, chooses a backend, plans the blocks and calls
+torch cannot trace how ranges are computed, and takes long to read Python. So what torch reads here only encodes the
+call: names, numbers and tensors. `_attend` gets them in plain Python, chooses a backend, plans the blocks and calls
 the kernel; what it does with the tensors becomes part of the user's graph. So blocks are planned at each run, on the
 device, from the tensors of that run.
 
@@ -39,7 +39,7 @@ from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
-from flexmasks.backends.traced_blocks import blocks_of_function, data_of_mask, errors_logged, planned_blocks
+from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import as_kernels_read, lists_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
@@ -54,14 +54,14 @@ from flexmasks.plans.traced import (
     UNKNOWN,
     TracedMask,
     TracedScore,
-    data_of_score,
+    encode_score,
     size_of,
     without_traced,
 )
 from flexmasks.plans.traced_alignment import aligned_traced, in_graph_offset
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.as_data import data_of, is_readable, of_data
+from flexmasks.spec.encoding import decode, encode, is_readable
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
@@ -69,12 +69,12 @@ _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)
 # Backends that torch traces through: what makes a call without q, k and v of a Call.
 _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]] = {
-    "fa4": fa4.DirectCall.of,
-    "sdpa": sdpa.FusedCall.of,
+    "fa4": fa4.Fa4Replay.of,
+    "sdpa": sdpa.SdpaReplay.of,
 }
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
-_BITS = "bits"  # begins the data of a mask whose bits are known, see `Described.visible`
+_BITS = "bits"  # begins an encoded mask whose bits are known, see `Described.visible`
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -85,32 +85,32 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         q_offset = request.q_offset if isinstance(request.q_offset, Tensor) else 0
         return Result(*_without_pairs(q, k, v, mask, score, unread(size, q_offset), request.return_lse))
     block_mask: compat.BlockMask | None = None
-    data: Any = UNKNOWN
+    encoded: Any = UNKNOWN
     if request.block_mask is not None:
         block_mask = as_kernels_read(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        data = data_of_mask(mask, q.device)
-    score_data = data_of_score(score, q.device)
-    q_offset = aligned_traced(q, k, request.q_offset, data, score, score_data, request.block_mask is not None)
+        encoded = encode_mask(mask, q.device)
+    encoded_score = encode_score(score, q.device)
+    q_offset = aligned_traced(q, k, request.q_offset, encoded, score, encoded_score, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
-    if block_mask is None and data == UNKNOWN:
+    if block_mask is None and encoded == UNKNOWN:
         block_mask = blocks_of_function(cast(Mask, mask), unread(size, q_offset), q_offset, block_size_for(size))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     if request.block_mask is None:
-        of_mask: tuple[Any, ...] = data, q_offset, None, ()
+        of_mask: tuple[Any, ...] = encoded, q_offset, None, ()
     else:
         of_mask = _data_of_block_mask(request.block_mask, q)
-    facts = _facts_of(q, k, v, request, score, score_data)
+    facts = _facts_of(q, k, v, request, score, encoded_score)
     scale = compat.constants(request.scale)
-    arguments = of_mask, score_data, q_offset, q, k, v, scale, facts
-    if of_mask[0] != UNKNOWN and (score is None or score_data != UNKNOWN) and compat.IS_TESTED:
-        data, offset, block_size, sizes = of_mask
+    arguments = of_mask, encoded_score, q_offset, q, k, v, scale, facts
+    if of_mask[0] != UNKNOWN and (score is None or encoded_score != UNKNOWN) and compat.IS_TESTED:
+        encoded, offset, block_size, sizes = of_mask
         lists = () if block_mask is None else lists_of(block_mask)
         options = compat.constants(tuple((request.kernel_options or {}).items()))
         constants = text_of_constants((request.backend_name, block_size, sizes, *facts))
-        given = data, offset, score_data, q_offset, q, k, v, scale
+        given = encoded, offset, encoded_score, q_offset, q, k, v, scale
         results = _attend(constants, request.sink_logits, lists, options, *given)
         if results[0].ndim:
             lse = results[1] if request.return_lse else None
@@ -124,16 +124,16 @@ def _attend(
     sinks: Tensor | None,
     lists: tuple[Tensor, ...],
     options: tuple[Any, ...],
-    data: Any,
+    encoded: Any,
     offset: int | Tensor,
-    score_data: Any,
+    encoded_score: Any,
     q_offset: int | Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
-    """Return output, and lse if it is wanted, of a call whose functions are data.
+    """Return output, and lse if it is wanted, of a call whose functions are encoded.
 
     The result is a tensor without dimensions if torch must trace the call: by slices, which are checkpointed.
 
@@ -144,15 +144,15 @@ def _attend(
     """
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
-        data = _changed(data, _without_gradient)
-        of_mask = data, offset, block_size, sizes
+        encoded = _changed(encoded, _without_gradient)
+        of_mask = encoded, offset, block_size, sizes
         if not lists and exports_any_length(q, k):
-            _check_at_example(data, unread(size_of(q, k), q_offset))
-        name, ways = _chosen_for(backend, of_mask, score_data, q_offset, q, k, v, scale, facts)
+            _check_at_example(encoded, unread(size_of(q, k), q_offset))
+        name, ways = _chosen_for(backend, of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _COMPILED:
-            data, score_data = _changed(data, _constant), _changed(score_data, _constant)
-            of_mask = data, offset, block_size, sizes
-        call = _call_of(of_mask, score_data, q_offset, q, k, v, scale, facts)
+            encoded, encoded_score = _changed(encoded, _constant), _changed(encoded_score, _constant)
+            of_mask = encoded, offset, block_size, sizes
+        call = _call_of(of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
             own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
             out, lse = _DIRECT[name](call)(q, k, v, *own)
@@ -162,7 +162,7 @@ def _attend(
         elif name == "reference":
             if q.device.type != "cpu" or compat.transforms_active():
                 return (torch.empty(()),)
-            out, lse = _by_tiles(call, lists, of_mask, score_data)
+            out, lse = _by_tiles(call, lists, of_mask, encoded_score)
         else:
             mask_mod, score_mod = _functions_of(call, of_mask, name, ways)
             block_mask = _block_mask_of(call, lists, of_mask, name, mask_mod)
@@ -178,9 +178,9 @@ def _attend(
 def _block_mask_of(
     call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
-    data, offset, block_size, _ = of_mask
+    encoded, offset, block_size, _ = of_mask
     if not lists:
-        return _block_mask(data, offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod)
+        return _block_mask(encoded, offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod)
     given: Any = (call.q.shape[2], call.k.shape[2]), *lists, block_size, mask_mod
     return compat.BlockMask(*given)
 
@@ -189,11 +189,11 @@ def _functions_of(
     call: Call, of_mask: tuple[Any, ...], name: str, ways: Sequence[int]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
     """Return the functions of mask and score, or None, as a backend computes them; ways: as for `_bound`."""
-    data, _, block_size, _ = of_mask
+    encoded, _, block_size, _ = of_mask
     mods: list[Callable[..., Tensor]] = []
     for part, way in zip(call.parts, ways, strict=False):
-        if part is call.mask and data[0] == _BITS:
-            words, table = _held(data[1:], name)
+        if part is call.mask and encoded[0] == _BITS:
+            words, table = _held(encoded[1:], name)
             mods.append(reading_bits(words, table, block_size))
         else:
             bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name, way)
@@ -203,20 +203,20 @@ def _functions_of(
 
 
 def _by_tiles(
-    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], score_data: Any
+    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], encoded_score: Any
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse of the reference, as one operator.
 
     It runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks in a
     program for any length would tie it to a range of lengths.
     """
-    (data, offset, _, sizes), block_size = of_mask, (1, 1)
+    (encoded, offset, _, sizes), block_size = of_mask, (1, 1)
     blocks: tuple[Tensor, ...] = ()
     if lists or not compat.is_exporting():
         block_mask = _block_mask_of(call, lists, of_mask, "reference", noop_mask)
         block_size, blocks = block_mask.BLOCK_SIZE, of_block_mask(block_mask)
-    visible = data if data[0] == _BITS else ("mask", data, offset, sizes)
-    score = None if call.score is None else score_data
+    visible = encoded if encoded[0] == _BITS else ("mask", encoded, offset, sizes)
+    score = None if call.score is None else encoded_score
     described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
     return tiles_operator.attend(call.q, call.k, call.v, blocks, described)
 
@@ -230,7 +230,7 @@ def _run_traced(
     *arguments: Any,
 ) -> Result:
     """Run a call with a function that only torch's tracing can read."""
-    of_mask, score_data, q_offset, q, k, v, _, facts = arguments
+    of_mask, encoded_score, q_offset, q, k, v, _, facts = arguments
     place, way_of_mask, way_of_score, _ = _chosen(request.backend_name, *arguments).shape
     name, mask, score, size = _NAMES[place], _with_constants(mask), _with_constants(score), unread(size, q_offset)
     if block_mask is None:
@@ -248,7 +248,7 @@ def _run_traced(
         bound = _bound(score, score.resolve(size), size, name, way_of_score)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
-        out, lse = _by_traced_reference(q, k, v, request, of_mask, score_data, block_mask, mask_mod, score_mod)
+        out, lse = _by_traced_reference(q, k, v, request, of_mask, encoded_score, block_mask, mask_mod, score_mod)
         return Result(out, lse if request.return_lse else None)
     if not facts.needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -257,11 +257,11 @@ def _run_traced(
     return Result(*_by_flex(attend, name, q, k, v, *given, cast(compat.BlockMask, block_mask), score_mod))
 
 
-def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None, score_data: Any) -> _Facts:
+def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None, encoded_score: Any) -> _Facts:
     may_learn = needs_grad = False
     if torch.is_grad_enabled():
-        if isinstance(score_data, Flat):
-            may_learn = any(isinstance(x, Tensor) and x.requires_grad for x in score_data.leaves)
+        if isinstance(encoded_score, Flat):
+            may_learn = any(isinstance(x, Tensor) and x.requires_grad for x in encoded_score.leaves)
         elif score is not None:  # the tensors that a function captures are not known here
             may_learn = not is_readable(score) or score.learns()
         needs_grad = may_learn or q.requires_grad or k.requires_grad or v.requires_grad
@@ -269,10 +269,10 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
 
 
 def _block_mask(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
+    encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, size: Size, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
     block_size = (flex_flash.block_size(q.shape[3], q.device) if name == "flex_flash" else None) or block_size_for(size)
-    lists = planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+    lists = planned_blocks(encoded, q_offset, q.detach(), k.detach(), block_size)
     lengths: Any = (size.q_len, size.kv_len)
     return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
 
@@ -329,7 +329,7 @@ def _in_plain_operations(
 
 
 def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> tuple[Any, ...]:
-    """Return the mask of given blocks as data, or `UNKNOWN`; where its queries start, the size of the blocks, and the
+    """Return the mask of given blocks encoded, or `UNKNOWN`; where its queries start, the size of the blocks, and the
     batch size and number of heads that it sees.
     """
     source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
@@ -339,7 +339,7 @@ def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> tuple[Any, .
     if source is None or not is_readable(source.mask):
         return UNKNOWN, 0, size, ()
     offset = in_graph_offset(source.q_offset, q)
-    return data_of(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads))
+    return encode(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads))
 
 
 # --- the choice of a backend ---
@@ -367,16 +367,16 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
         return torch.empty(_NAMES.index(name), *ways, 0)
 
 
-def _check_at_example(data: Any, size: Size) -> None:
+def _check_at_example(encoded: Any, size: Size) -> None:
     """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
     with compat.without_dispatch_modes():
-        alone, known = without_traced(cast(Mask, of_data("mask", _changed(data, compat.size_hint))), size)
+        alone, known = without_traced(cast(Mask, decode("mask", _changed(encoded, compat.size_hint))), size)
         alone.resolve(known)
 
 
-def _changed(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return data with all parts of its tuples changed."""
-    return tuple([_changed(part, change) for part in data]) if isinstance(data, tuple) else change(data)
+def _changed(encoded: Any, change: Callable[[Any], Any]) -> Any:
+    """Return something encoded with all parts of its tuples changed."""
+    return tuple([_changed(part, change) for part in encoded]) if isinstance(encoded, tuple) else change(encoded)
 
 
 def _constant(part: Any) -> Any:
@@ -391,11 +391,11 @@ def _without_gradient(part: Any) -> Any:
     return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 
-def _chosen_for(backend: str, of_mask: tuple[Any, ...], score_data: Any, *arguments: Any) -> tuple[str, list[int]]:
+def _chosen_for(backend: str, of_mask: tuple[Any, ...], encoded_score: Any, *arguments: Any) -> tuple[str, list[int]]:
     """Return `_choice` for a call with the present values of the numbers that its functions captured."""
-    data, *others = of_mask
-    data, score_data = _changed(data, compat.size_hint), _changed(score_data, compat.size_hint)
-    return _choice(backend, _call_of((data, *others), score_data, *arguments))
+    encoded, *others = of_mask
+    encoded, encoded_score = _changed(encoded, compat.size_hint), _changed(encoded_score, compat.size_hint)
+    return _choice(backend, _call_of((encoded, *others), encoded_score, *arguments))
 
 
 def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
@@ -418,7 +418,7 @@ def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
 
 def _call_of(
     of_mask: tuple[Any, ...],
-    score_data: Any,
+    encoded_score: Any,
     q_offset: int | Tensor,
     q: Tensor,
     k: Tensor,
@@ -428,16 +428,16 @@ def _call_of(
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
-    data, offset, block_size, sizes = of_mask
+    encoded, offset, block_size, sizes = of_mask
     size, score_size = unread(size_of(q, k, sizes), offset), unread(size_of(q, k), q_offset)
-    mask = None if data == UNKNOWN or data[0] == _BITS else cast(Mask, of_data("mask", data))
-    score = None if score_data == UNKNOWN else cast(Score, of_data("score", score_data))
+    mask = None if encoded == UNKNOWN or encoded[0] == _BITS else cast(Mask, decode("mask", encoded))
+    score = None if encoded_score == UNKNOWN else cast(Score, decode("score", encoded_score))
     return Call(
         q=q,
         k=k,
         v=v,
-        mask=TracedMask(mask, size, offset, ("traced", data[:1] if mask is None else data[:2]), block_size),
-        score=TracedScore(score, score_size, q_offset, score_data[:2]) if has_score else None,
+        mask=TracedMask(mask, size, offset, ("traced", encoded[:1] if mask is None else encoded[:2]), block_size),
+        score=TracedScore(score, score_size, q_offset, encoded_score[:2]) if has_score else None,
         q_offset=q_offset,
         scale=scale,
         with_lse=with_lse,
@@ -512,25 +512,25 @@ def _by_traced_reference(
     v: Tensor,
     request: Request,
     of_mask: tuple[Any, ...],
-    score_data: Any,
+    encoded_score: Any,
     block_mask: compat.BlockMask | None,
     mask_mod: Callable[..., Tensor],
     score_mod: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse by slices, which torch traces; without a block mask they reach all keys."""
-    (data, offset, _, sizes), q_offset = of_mask, cast(int | Tensor, request.q_offset)
+    (encoded, offset, _, sizes), q_offset = of_mask, cast(int | Tensor, request.q_offset)
     visible, scored = over_indices(mask_mod), None if score_mod is None else over_indices(score_mod, (0,))
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
-    if isinstance(data, Flat):
+    if isinstance(encoded, Flat):
 
         def visible(*indices: Tensor) -> Tensor:
-            return cast(Tensor, _masked((data, offset, sizes), like_q, like_k, *indices))
+            return cast(Tensor, _masked((encoded, offset, sizes), like_q, like_k, *indices))
 
-    if isinstance(score_data, Flat):
+    if isinstance(encoded_score, Flat):
 
         def scored(scores: Tensor, *indices: Tensor) -> Tensor:
-            return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
+            return cast(Tensor, _scored(encoded_score, q_offset, like_q, like_k, scores, *indices))
 
     return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(visible, scored))
 
@@ -543,6 +543,6 @@ def _masked(of_mask: Any, q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
 
 
 @in_graph
-def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
-    score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
+def _scored(encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
+    score_mod = tiles_operator.Described((), encoded, q_offset, (1, 1), None).score_mod(q, k)
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)

@@ -402,7 +402,7 @@ def test_batch_elements_one_by_one() -> None:
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
     call = plan_call(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
-    parts = decode_cpu.CpuDecode.of(call).parts
+    parts = decode_cpu.CpuDecodeReplay.of(call).parts
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
 

@@ -89,8 +89,8 @@ OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "compiled": ("flex", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
-    "dense forward": ("short", short_cpu.CpuShort, "forward", {"mask": "causal", "score": "alibi"}, True),
-    "dense backward": ("short", short_cpu.CpuShort, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "dense forward": ("short", short_cpu.CpuShortReplay, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "dense backward": ("short", short_cpu.CpuShortReplay, "backward", {"mask": "causal", "score": "alibi"}, True),
     "plan": ("flex", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
 }
 
@@ -235,8 +235,8 @@ def test_a_full_gpu(mask: str) -> None:
 # --- backends that fail at run time ---
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
-    "sdpa": ("sdpa", "short", sdpa.FusedCall, "__call__", {"mask": "causal"}),
-    "short": ("short", "reference", short_cpu.CpuShort, "__call__", {"mask": "sliding_window", "window": 20}),
+    "sdpa": ("sdpa", "short", sdpa.SdpaReplay, "__call__", {"mask": "causal"}),
+    "short": ("short", "reference", short_cpu.CpuShortReplay, "__call__", {"mask": "sliding_window", "window": 20}),
     "compiled": ("flex", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
@@ -381,7 +381,7 @@ def test_torch_reaches_no_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_an_asked_backend_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = _qkv()
     with monkeypatch.context() as patched:
-        _fails(patched, sdpa.FusedCall, "__call__", ValueError("the kernel broke"))
+        _fails(patched, sdpa.SdpaReplay, "__call__", ValueError("the kernel broke"))
         with pytest.raises(ValueError, match="the kernel broke"):
             flexmasks.attention(*tensors, mask="causal", backend="sdpa")
     assert flexmasks.explain(*tensors, mask="causal").backend == "sdpa"
@@ -415,7 +415,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
 
     want = call(backend="reference")
     with monkeypatch.context() as patched:
-        _fails(patched, decode_cpu.CpuDecode, "__call__", RuntimeError("the kernel broke"), at)
+        _fails(patched, decode_cpu.CpuDecodeReplay, "__call__", RuntimeError("the kernel broke"), at)
         for _ in range(3):
             assert error(call(), want) < TOLERANCE[torch.float32]
     messages = _warnings(caplog)
@@ -424,7 +424,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
     assert error(call(), want) < TOLERANCE[torch.float32]
     with monkeypatch.context() as patched:
         flexmasks.clear_caches()
-        calls = _fails(patched, decode_cpu.CpuDecode, "__call__", MISSING)
+        calls = _fails(patched, decode_cpu.CpuDecodeReplay, "__call__", MISSING)
         with pytest.raises(torch.OutOfMemoryError):
             call()
         assert calls() == 1

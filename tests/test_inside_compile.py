@@ -52,7 +52,7 @@ from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.as_data import data_of
+from flexmasks.spec.encoding import encode
 from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
@@ -441,7 +441,7 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
         return leading(q, b, h, q)[0] >= kv
 
     names = [
-        {data_of(flexmasks.get_mask(f), torch.device("cpu")).values()[1] for _ in range(2)} for f in (looked_up, helped)
+        {encode(flexmasks.get_mask(f), torch.device("cpu")).values()[1] for _ in range(2)} for f in (looked_up, helped)
     ]
     assert [len(n) for n in names] == [2, 1]
 
@@ -1043,8 +1043,8 @@ def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.Monke
         fakes.from_tensor(torch.empty(2, 4, 24, size, dtype=torch.bfloat16), symbolic_context=context)
         for size in (32, 32, 24)
     )
-    mask: Any = data_of(flexmasks.get_mask("causal"), q.device)
-    score: Any = data_of(flexmasks.get_score("alibi", slopes=torch.ones(4, requires_grad=True)), q.device)
+    mask: Any = encode(flexmasks.get_mask("causal"), q.device)
+    score: Any = encode(flexmasks.get_score("alibi", slopes=torch.ones(4, requires_grad=True)), q.device)
     with fakes:
         of_mask, facts = (mask.values(), 0, None, ()), (learns, True, learns, False, False)
         call = inside_compile._call_of(of_mask, score.values(), 0, q, k, v, None, facts)
@@ -1154,7 +1154,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         facts = (False, True, False, False, False)
-        data = data_of(asked, q.device).values()
+        data = encode(asked, q.device).values()
         for block_size in (None, (128, 128)):  # blocks of the library, and given ones
             call = inside_compile._call_of((data, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
@@ -1165,7 +1165,7 @@ def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(table, "BACKENDS", {"mine": mine, **table.BACKENDS})
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 2, 8, 16)
-        data = data_of(flexmasks.get_mask("causal"), q.device).values()
+        data = encode(flexmasks.get_mask("causal"), q.device).values()
         call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, [False] * 5)
     able, reasons = table.choose(call)
     assert reasons["mine"] == "torch.compile does not trace it"
@@ -1180,7 +1180,7 @@ def test_partial_blocks_are_dear_without_gradients_in_small_heads(
     documents = _causal_and("document", document_ids=torch.zeros(4, 8192, dtype=torch.int64))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q = torch.empty(4, 16, 8192, size, dtype=torch.bfloat16)
-        data = data_of(documents, q.device).values()
+        data = encode(documents, q.device).values()
         facts = (False, False, False, False, False)
         call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, facts)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
@@ -1193,7 +1193,7 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
     for module in (fa4_package, flex_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(flex_flash, "_fits_blocks", lambda device: True)
-    causal = data_of(flexmasks.get_mask("causal"), torch.device("cuda")).values()
+    causal = encode(flexmasks.get_mask("causal"), torch.device("cuda")).values()
 
     def reasons(mask: Any, block_size: tuple[int, int], size: int = 64) -> dict[str, str]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):

@@ -20,9 +20,9 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import Mask, calls, get_mask, planned
 from flexmasks.backends.call_kind import CallKind
-from flexmasks.backends.flex import CompiledCall
+from flexmasks.backends.flex import FlexReplay
 from flexmasks.plans import mask_plan, plan, sizes, tracing
-from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
 from flexmasks.spec.aliases import Aliases
@@ -174,19 +174,19 @@ def test_steps_with_gradients_neither_wait_nor_compile(kind: str) -> None:
     assert private_torch.compiled_graphs() == graphs
 
 
-def _mask_kind(name: str, device: torch.device, length: int = 1024) -> tuple[MaskKind, list[Tensor]]:
+def _sized_mask(name: str, device: torch.device, length: int = 1024) -> tuple[SizedMask, list[Tensor]]:
     """Return the example of a name, in the sizes that it suggests, and its tensors."""
     mask = on_device(example("mask", name, length), device)
     q_len, kv_len = (mask.implied_size(n) or mask.implied_size("S") or length for n in ("Q", "KV"))
     if name == "paged":
         kv_len = int(mask.params["page_table"].max() + 1) * mask.params["page_size"]
     size = Size(mask.implied_size("B") or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
-    return MaskKind(mask, 0, size, False, (64, 64)), mask.tensors()
+    return SizedMask(mask, 0, size, False, (64, 64)), mask.tensors()
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_recorded_plans_are_those_of_the_tensors(name: str) -> None:
-    kind, tensors = _mask_kind(name, CPU)
+    kind, tensors = _sized_mask(name, CPU)
     recorded = RecordedPlan(kind, tensors)
     for change in (torch.clone, torch.clone, lambda t: t.flip(0)):
         others = [change(t) for t in tensors]
@@ -410,7 +410,7 @@ def _tensors_of(params: dict[str, Any]) -> Iterator[Tensor]:
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_captured_calls_of_every_mask(name: str) -> None:
     """A replay equals a call outside of the graph after each of 50 changes of the tensors in place."""
-    kind, tensors = _mask_kind(name, torch.device("cuda"))
+    kind, tensors = _sized_mask(name, torch.device("cuda"))
     size = kind.size
     q, k = (
         torch.randn(size.batch, size.heads, n, 32, device="cuda", dtype=torch.float16)
@@ -483,11 +483,11 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         of_mask = mask_plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
         block_mask = of_mask.block_mask
     runner: Any = None
-    call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
+    call = FlexReplay(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
     kind = CallKind(call, [of_mask.form("blocks")], aliases, numbers)
     for n in (50, 7):
         mask, numbers = two_windows(n)
-        renewed = cast(CompiledCall, kind(numbers)).block_mask.mask_mod
+        renewed = cast(FlexReplay, kind(numbers)).block_mask.mask_mod
         shape = BATCH, HEADS, LENGTH, LENGTH
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 

@@ -85,5 +85,5 @@ def run(call: Call) -> Result:
     return Result(*replay(call.q, *call.kv), replay)
 
 
-def replay_of(call: Call) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
-    return decode_gpu.GpuDecode.of(call) if call.q.device.type in _ON_GPU else decode_cpu.CpuDecode.of(call)
+def replay_of(call: Call) -> decode_cpu.CpuDecodeReplay | decode_gpu.GpuDecodeReplay:
+    return decode_gpu.GpuDecodeReplay.of(call) if call.q.device.type in _ON_GPU else decode_cpu.CpuDecodeReplay.of(call)

@@ -79,7 +79,7 @@ class _Pages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CpuDecode(Replay):
+class CpuDecodeReplay(Replay):
     """A call of a few queries without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
@@ -97,7 +97,7 @@ class CpuDecode(Replay):
         return self.visible.nbytes + self.added.nbytes
 
     @classmethod
-    def of(cls, call: Call) -> CpuDecode:
+    def of(cls, call: Call) -> CpuDecodeReplay:
         q, k = call.q, call.k
         visible = cast(MaskPlan, call.mask).whole.visible
         score_mod = None if call.score is None else call.score.mod()

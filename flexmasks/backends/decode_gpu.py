@@ -40,7 +40,7 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class GpuDecode(Replay):
+class GpuDecodeReplay(Replay):
     """A call of a few queries without q, k and v.
 
     With a page table, it is called with whole caches in place of k and v.
@@ -64,7 +64,7 @@ class GpuDecode(Replay):
         return self.mask.nbytes + (0 if self.added is None else self.added.nbytes)
 
     @classmethod
-    def of(cls, call: Call) -> GpuDecode:
+    def of(cls, call: Call) -> GpuDecodeReplay:
         intervals, are_last = call.mask.intervals, call.pages is not None and call.pages.are_last
         mask: Whole | Intervals
         if intervals is None:
@@ -85,7 +85,7 @@ class GpuDecode(Replay):
             mask = mask.with_tensors(None if offset else mask.offset, None)
         counts = len(of_mask), 0 if added is None else len([t for t in added if t is not None])
 
-        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDecode:
+        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDecodeReplay:
             tensors, behind = iter(read), sum(counts)
             made: Whole | Intervals
             if isinstance(mask, Intervals):
@@ -94,7 +94,7 @@ class GpuDecode(Replay):
                 made = Whole(*read[: counts[0]])
             numbers = Added(*read[counts[0] : behind]) if counts[1] else None
             pages = read[behind] if len(read) > behind else None
-            return GpuDecode(made, numbers, *fixed, pages, _as_table(pages))
+            return GpuDecodeReplay(made, numbers, *fixed, pages, _as_table(pages))
 
         read = [*of_mask, *(t for t in added or () if t is not None), *([] if self.pages is None else [self.pages])]
         return read, [], make

@@ -110,9 +110,9 @@ def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
     _announce(call)
     if call.pages is not None or call.mask.window is None:
-        ended = EndedCall.of(call)
+        ended = Fa4EndReplay.of(call)
         return Result(*ended(call.q, *call.kv), ended)
-    replay = DirectCall.of(call)
+    replay = Fa4Replay.of(call)
     with _failures_are_unavailable():
         if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
             return proven(call, replay)
@@ -167,7 +167,7 @@ def compiles(call: Call) -> str:
 
 
 @dataclass(frozen=True)
-class DirectCall(Replay):
+class Fa4Replay(Replay):
     """A call of FlashAttention 4 without q, k and v."""
 
     window: Window
@@ -188,7 +188,7 @@ class DirectCall(Replay):
         return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)
 
     @classmethod
-    def of(cls, call: Call) -> DirectCall:
+    def of(cls, call: Call) -> Fa4Replay:
         """Return the call for the shapes of its q and k."""
         sequences = call.sequences
         batch, heads, length, _ = call.q.shape
@@ -302,7 +302,7 @@ class _Fixed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EndedCall(Replay):
+class Fa4EndReplay(Replay):
     """A call of FlashAttention 4 without q, k and v, which is told where the keys of each batch element end.
 
     The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
@@ -327,7 +327,7 @@ class EndedCall(Replay):
         return self.ends.nbytes + (self.table.nbytes if self.table is not None and self.fixed.parts > 1 else 0)
 
     @classmethod
-    def of(cls, call: Call) -> EndedCall:
+    def of(cls, call: Call) -> Fa4EndReplay:
         q_len, kv_len = call.q.shape[2], call.k.shape[2]
         right: int | None = 0
         if call.pages is None:
@@ -342,14 +342,14 @@ class EndedCall(Replay):
         return cls._made(fixed, given)
 
     @classmethod
-    def _made(cls, fixed: _Fixed, given: Sequence[Tensor]) -> EndedCall:
+    def _made(cls, fixed: _Fixed, given: Sequence[Tensor]) -> Fa4EndReplay:
         if fixed.lengths is None:
             return cls(fixed, tuple(given), _in_int32(given[0]), _in_parts(given[1], fixed.parts))
         return cls(fixed, tuple(given), _ends(given[0], fixed.lengths), None)
 
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
         fixed = self.fixed
-        return self.given, [], lambda read, captured: EndedCall._made(fixed, read)
+        return self.given, [], lambda read, captured: Fa4EndReplay._made(fixed, read)
 
     def refresh(self) -> None:
         if self.fixed.lengths is not None:

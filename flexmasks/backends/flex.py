@@ -69,7 +69,7 @@ def options(
 
 
 @dataclass(frozen=True)
-class CompiledCall(Replay):
+class FlexReplay(Replay):
     """A call of compiled flex_attention without q, k and v."""
 
     runner: Runner
@@ -104,7 +104,7 @@ class CompiledCall(Replay):
         template = replace(self, block_mask=None, score_mod=None)
         make_blocks: Any = compat.BlockMask  # its positional arguments have no types that fit
 
-        def make(lists: Sequence[Any], captured: Sequence[Any]) -> CompiledCall:
+        def make(lists: Sequence[Any], captured: Sequence[Any]) -> FlexReplay:
             mask_mod, score_mod = functions.fill(captured)
             call = copy.copy(template)  # at a third of the time of `replace`
             block_mask = make_blocks(lengths, *lists, block_size, mask_mod)
@@ -125,7 +125,7 @@ class CompiledCall(Replay):
         backend: str | None,
         more_options: dict[str, Any] | None = None,
         as_data: bool | None = None,
-    ) -> CompiledCall:
+    ) -> FlexReplay:
         """Return a call for torch's `backend` name, with `more_options` besides its kernel options.
 
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
@@ -331,13 +331,13 @@ def run(call: Call, backend: str | None = None) -> Result:
     may_shrink = backend is None and call.is_cuda and not call.kernel_options
     attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
     for more_options in attempts:
-        compiled = CompiledCall.of(call, backend, more_options)
+        compiled = FlexReplay.of(call, backend, more_options)
         try:
             try:
                 result = proven(call, compiled)
             except NeedsData:
                 forms.note_failed(call)
-                compiled = CompiledCall.of(call, backend, more_options)
+                compiled = FlexReplay.of(call, backend, more_options)
                 result = proven(call, compiled)
             forms.note_run(call, compiled.is_data)
             return result
@@ -350,4 +350,4 @@ def run(call: Call, backend: str | None = None) -> Result:
 
 def compiles(call: Call, backend: str | None = None) -> str:
     """Say whether a call would compile."""
-    return CompiledCall.of(call, backend).runner.compiles(call.q, call.k, call.v)
+    return FlexReplay.of(call, backend).runner.compiles(call.q, call.k, call.v)

@@ -39,19 +39,19 @@ def refuses(call: Call) -> str | None:
         return "it has no second derivative, which calls in float64 may need"
     if call.is_traced:  # torch cannot be asked for its kernel
         return _NO_KERNEL if call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3] else None
-    if not FusedCall.of(call).has_kernel(call.q, call.k, call.v):
+    if not SdpaReplay.of(call).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None
 
 
 def run(call: Call) -> Result:
     """Run the call."""
-    replay = FusedCall.of(call)
+    replay = SdpaReplay.of(call)
     return Result(*replay(call.q, call.k, call.v), replay)
 
 
 @dataclass(frozen=True)
-class FusedCall(Replay):
+class SdpaReplay(Replay):
     """A call of scaled_dot_product_attention without q, k and v.
 
     It is called with tensors of the same shapes, layouts, dtypes, devices and wishes for gradients, and under the same
@@ -62,7 +62,7 @@ class FusedCall(Replay):
     scale: float | None
 
     @classmethod
-    def of(cls, call: Call) -> FusedCall:
+    def of(cls, call: Call) -> SdpaReplay:
         window = cast(Window, call.mask.window)
         if call.is_traced and exports_any_length(call.q, call.k):
             # torch hides the keys that would be cut, and a cut compares lengths

@@ -45,8 +45,8 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> Result:
     """Run the call."""
     if call.q.device.type in _ON_GPU:
-        return proven(call, short_gpu.GpuShort.of(call))
-    replay = short_cpu.CpuShort.of(call)
+        return proven(call, short_gpu.GpuShortReplay.of(call))
+    replay = short_cpu.CpuShortReplay.of(call)
     return Result(*replay(call.q, call.k, call.v), replay)
 
 

@@ -18,7 +18,7 @@ from flexmasks.plans.whole import Added
 
 
 @dataclass(frozen=True)
-class ShortCall(Replay):
+class ShortReplay(Replay):
     """Base of calls without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
@@ -78,7 +78,7 @@ class _Attend(compat.SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ShortCall, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Any:
+    def forward(ctx: Any, call: ShortReplay, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Any:
         out, lse = call.forward(q, k, v, *added)
         ctx.call, ctx.inputs = call, 3 + len(added)
         ctx.set_materialize_grads(False)

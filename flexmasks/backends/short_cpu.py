@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
-from flexmasks.backends.short_call import ShortCall
+from flexmasks.backends.short_call import ShortReplay
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -69,7 +69,7 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class CpuShort(ShortCall):
+class CpuShortReplay(ShortReplay):
     """A call on a CPU without q, k and v."""
 
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
@@ -78,7 +78,7 @@ class CpuShort(ShortCall):
     uncompiled: Uncompiled | None  # what the kind has computed, until it is to be compiled
 
     @classmethod
-    def of(cls, call: Call) -> CpuShort:
+    def of(cls, call: Call) -> CpuShortReplay:
         if isinstance(call.mask, GivenPlan):
             visible = visible_in(call.mask.blocks().block_mask, *call.q.shape[:2])
         else:
@@ -113,7 +113,7 @@ class CpuShort(ShortCall):
         return super().__call__(q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return output and lse, see `ShortCall.forward`.
+        """Return output and lse, see `ShortReplay.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
         """

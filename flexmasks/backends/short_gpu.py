@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
-from flexmasks.backends.short_call import ShortCall
+from flexmasks.backends.short_call import ShortReplay
 from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
-from flexmasks.plans.bounds import MaskKind
+from flexmasks.plans.bounds import SizedMask
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan, is_bias
 from flexmasks.plans.traced import TracedMask, TracedScore
@@ -60,7 +60,7 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class GpuShort(ShortCall):
+class GpuShortReplay(ShortReplay):
     """A call on a GPU without q, k and v."""
 
     spans: tuple[Tensor, Tensor]  # of the mask's tiles, see `kernels.whole_mask`
@@ -78,7 +78,7 @@ class GpuShort(ShortCall):
         return self.summand is not None
 
     @classmethod
-    def of(cls, call: Call) -> GpuShort:
+    def of(cls, call: Call) -> GpuShortReplay:
         spanned = cast(MaskPlan, call.mask).spanned
         bias, line, summand = None, None, None
         if call.score is not None and (call.learns or call.score.is_bias):
@@ -105,7 +105,7 @@ class GpuShort(ShortCall):
         vars(template).update(visible=None, bias=None, spans=None, summand=summand)
         vars(template).pop("mask", None)
 
-        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuShort:
+        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuShortReplay:
             visible, *spans = read[:3]
             call = copy.copy(template)
             vars(call).update(visible=visible, spans=tuple(spans), bias=Added(*read[3:]) if has_bias else None)
@@ -173,7 +173,7 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
     mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
     of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
     with torch.no_grad():
-        visible, *spans = spanned_of(MaskKind(of_mask, mask.offset, mask.size, False, (1, 1)))
+        visible, *spans = spanned_of(SizedMask(of_mask, mask.offset, mask.size, False, (1, 1)))
     is_own = is_bias(of_score, score.size)
     added = as_rows([of_score.params["bias"]]) if is_own else added_of(of_score, score.offset, score.size)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale

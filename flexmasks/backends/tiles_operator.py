@@ -2,7 +2,7 @@
 
 A graph of torch.compile or torch.export holds one node for the forward pass and one for the backward pass. Both read
 the values of tensors when they run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds
-the mask and the score as data, see `flexmasks.spec.as_data`: tensors, numbers, and a text that says how they belong
+the mask and the score encoded, see `flexmasks.spec.encoding`: tensors, numbers, and a text that says how they belong
 together. The text is the same in every process, because graphs are kept in files.
 """
 
@@ -18,12 +18,12 @@ from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.graphs import Flat, text_of, value_of_text
-from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.traced import size_of
-from flexmasks.spec.as_data import of_data
+from flexmasks.spec.encoding import decode
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 from flexmasks.workers import Workers
@@ -34,11 +34,11 @@ _LISTS: dict[str, Any] = {"tensors": Tensor, "numbers": torch.SymInt, "floats": 
 
 
 class Described(NamedTuple):
-    """A call as data, without q, k and v and the blocks.
+    """A call encoded, without q, k and v and the blocks.
 
-    visible: ("mask", data, q_offset, sizes), with the batch size and the number of heads that the mask sees, or () for
-        those of the call; or ("bits", words, table), see `flexmasks.plans.data`.
-    score: the data of the score, or None.
+    visible: ("mask", encoded, q_offset, sizes), with the batch size and the number of heads that the mask sees, or ()
+        for those of the call; or ("bits", words, table), see `flexmasks.plans.data`.
+    score: the score encoded, or None.
     q_offset: where the queries start, for the score.
     """
 
@@ -54,16 +54,16 @@ class Described(NamedTuple):
         if kind == "bits":
             words, table = parts
             return reading_bits(words, table, self.block_size)
-        data, q_offset, sizes = parts
-        mask = of_data("mask", data)
+        encoded, q_offset, sizes = parts
+        mask = decode("mask", encoded)
         return shifted_mask(mask.bind(mask.resolve(_size(q, k, q_offset, sizes))), q_offset)
 
     def planned(self, q: Tensor, k: Tensor) -> Visible:
         """Return what queries see, with blocks of the size that suits the lengths."""
-        _, data, q_offset, sizes = self.visible
+        _, encoded, q_offset, sizes = self.visible
         size = _size(q, k, q_offset, sizes)
         block_size = block_size_for(size)
-        kind = MaskKind(cast(Mask, of_data("mask", data)), q_offset, size, False, block_size)
+        kind = SizedMask(cast(Mask, decode("mask", encoded)), q_offset, size, False, block_size)
         indices = plan_bounds(kind).layout.indices
         arguments: Any = ((size.q_len, size.kv_len), *indices, block_size, self.mask_mod(q, k))
         return Visible.of(compat.BlockMask(*arguments))
@@ -72,7 +72,7 @@ class Described(NamedTuple):
         """Return the score's function for queries and keys, or None."""
         if self.score is None:
             return None
-        score = of_data("score", self.score)
+        score = decode("score", self.score)
         return shifted_score(score.bind(score.resolve(_size(q, k, self.q_offset))), self.q_offset)
 
 

@@ -17,24 +17,24 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flexmasks import compat
 from flexmasks.backends import flex_kernels
 from flexmasks.graphs import in_graph
-from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfMask, PortableBlockMask
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.plans.traced import UNKNOWN, size_of
 from flexmasks.plans.traced_alignment import aligned_traced
-from flexmasks.spec.as_data import Unreadable, data_of, of_data
+from flexmasks.spec.encoding import Unreadable, decode, encode
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier
 
 _log = logging.getLogger("flexmasks")
 
 
-def data_of_mask(mask: Mask, device: torch.device) -> Any:
-    """Return a mask as data, or UNKNOWN if only torch's tracing can read it."""
+def encode_mask(mask: Mask, device: torch.device) -> Any:
+    """Return a mask encoded, or UNKNOWN if only torch's tracing can read it."""
     try:
-        return data_of(mask, device)
+        return encode(mask, device)
     except Unreadable as why:
         _log_unreadable(why.args[0])
         return UNKNOWN
@@ -62,16 +62,16 @@ def traced_block_mask(
             fail(f"`{name}` must be an int of at least 1, got {type(n).__name__}.", call=call)
     batch, heads = sizes[0] or mask.implied_size("B"), sizes[1]
     _check_open_extents(call, mask, batch, heads)
-    data = data_of_mask(mask, torch.device("cpu") if device is None else torch.device(device))
-    tensors = [] if data == UNKNOWN else [x for x in data.leaves if isinstance(x, Tensor)]
+    encoded = encode_mask(mask, torch.device("cpu") if device is None else torch.device(device))
+    tensors = [] if encoded == UNKNOWN else [x for x in encoded.leaves if isinstance(x, Tensor)]
     start = torch.empty((), device=(tensors[0].device if tensors else "cpu") if device is None else device)
     q, k = start.expand(batch or 1, heads or 1, q_len, 1), start.expand(batch or 1, heads or 1, kv_len, 1)
-    offset = aligned_traced(q, k, q_offset, data, None, UNKNOWN, False)
+    offset = aligned_traced(q, k, q_offset, encoded, None, UNKNOWN, False)
     size = unread(size_of(q, k), offset)
-    if data == UNKNOWN:
+    if encoded == UNKNOWN:
         return blocks_of_function(mask, size, offset, rows_and_columns)
     mask_mod = shifted_mask(mask.bind(mask.resolve(size)), offset)
-    lists = planned_blocks(data, offset, q, k, rows_and_columns)
+    lists = planned_blocks(encoded, offset, q, k, rows_and_columns)
     arguments: Any = (q_len, kv_len), *lists, rows_and_columns, mask_mod
     made = PortableBlockMask(*arguments)
     made.source = OfMask(mask, batch or 1, heads or 1, offset)
@@ -132,24 +132,24 @@ def _indices_read(code: types.CodeType, bound: int) -> tuple[bool, bool]:
 
 @in_graph
 def planned_blocks(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return the index tensors of a mask's blocks.
 
     Calls of a graph that are alike share them: torch merges equal operations only in graphs of training, and only where
     they read the same constants.
 
-    data: the mask as `data_of` returns it.
+    encoded: the mask as `encode` returns it.
     """
     with errors_logged():
         kept = compat.kept_with_graph(q)
         values: list[Any] = []
         sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
-        key = None if kept is None else _key_of((data, q_offset, q.device, *sizes), values)
+        key = None if kept is None else _key_of((encoded, q_offset, q.device, *sizes), values)
         if kept is None or key is None:
-            return _blocks_of(data, q_offset, q, k, block_size)
+            return _blocks_of(encoded, q_offset, q, k, block_size)
         if key not in kept:
-            kept[key] = _blocks_of(data, q_offset, q, k, block_size), values
+            kept[key] = _blocks_of(encoded, q_offset, q, k, block_size), values
         indices: tuple[Tensor, ...] = kept[key][0]
         return indices
 
@@ -182,11 +182,11 @@ def errors_logged() -> Iterator[None]:
 
 
 def _blocks_of(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    mask, size = cast(Mask, of_data("mask", data)), size_of(q, k)
+    mask, size = cast(Mask, decode("mask", encoded)), size_of(q, k)
     with torch.no_grad(), naming(mask):
-        layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
+        layout = plan_bounds(SizedMask(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
         return layout.indices
     # torch's CPU kernel fails if two lists share their memory.

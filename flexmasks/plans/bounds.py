@@ -26,7 +26,7 @@ class Resolved(NamedTuple):
     layout: Layout
 
 
-class MaskKind(NamedTuple):
+class SizedMask(NamedTuple):
     """All that a plan by bounds is made from. A recorded plan takes other tensors in the places of its tensors."""
 
     mask: Mask
@@ -46,7 +46,7 @@ def unread(size: Size, offset: Offset) -> Size:
     return Size(*lengths, size.device, reached, size.dtype, size.approximate, may_read=False, at_most=at_most)
 
 
-def plan_bounds(kind: MaskKind) -> Resolved:
+def plan_bounds(kind: SizedMask) -> Resolved:
     """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises."""
     size = unread(kind.size, kind.offset)
     arguments = kind.mask.resolve(size, kind.lifted)
@@ -85,7 +85,7 @@ class RecordedPlan:
     Raises an error of any type where the plan cannot be recorded, for example where a function reads a tensor's value.
     """
 
-    def __init__(self, kind: MaskKind, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, kind: SizedMask, inputs: Sequence[Tensor]) -> None:
         def plan(*tensors: Tensor) -> list[Tensor]:
             mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
             arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))

@@ -22,7 +22,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
-from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming
@@ -185,7 +185,7 @@ class MaskPlan(Plan):
                 PROGRAMS.put(function, (), kind, ENTRY)
             return prepared
         kind.plans += 1
-        kind.record(lambda: RecordedPlan(self._mask_kind, inputs))
+        kind.record(lambda: RecordedPlan(self._sized_mask, inputs))
         if kind.recorded is None:
             return self._build_exactly(why=kind.why_exact)
         self._check_values()
@@ -195,7 +195,7 @@ class MaskPlan(Plan):
     def _build_by_bounds(self) -> _PreparedMask:
         """Plan by operations that a CUDA graph can hold, whose replays plan with the values that the tensors have."""
         self._check_values()
-        arguments, layout = plan_bounds(self._mask_kind)
+        arguments, layout = plan_bounds(self._sized_mask)
         return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _check_values(self) -> None:
@@ -203,17 +203,17 @@ class MaskPlan(Plan):
             self.mask.resolve(sized(self.size, self.offset), self.lifted)
 
     @property
-    def _mask_kind(self) -> MaskKind:
-        return self._kind_like(self.mask, self.offset, self.size)
+    def _sized_mask(self) -> SizedMask:
+        return self._sized_like(self.mask, self.offset, self.size)
 
-    def _kind_like(self, mask: Mask, offset: Offset, size: Size) -> MaskKind:
-        return MaskKind(mask, offset, size, self.lifted, self.block_size)
+    def _sized_like(self, mask: Mask, offset: Offset, size: Size) -> SizedMask:
+        return SizedMask(mask, offset, size, self.lifted, self.block_size)
 
     def _build_first_of_kind(self) -> tuple[_PreparedMask, Kind]:
         """Plan exactly, and return the kind, which says whether bounds can replace the exact blocks of later masks."""
         exact = self._build_exactly()
         try:
-            arguments, layout = plan_bounds(self._mask_kind)
+            arguments, layout = plan_bounds(self._sized_mask)
             why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout))
         except Exception as error:  # a user's function may raise anything
             why_exact = cannot_record(error)
@@ -297,12 +297,12 @@ class MaskPlan(Plan):
     @functools.cached_property
     def whole(self) -> Whole:
         """The whole mask of a few queries. The host reads values of tensors only to check the first of a kind."""
-        return self._made(_WHOLE, "whole", Whole, lambda *given: whole_of(self._kind_like(*given)))
+        return self._made(_WHOLE, "whole", Whole, lambda *given: whole_of(self._sized_like(*given)))
 
     @functools.cached_property
     def spanned(self) -> Spanned:
         """The whole mask of many queries. The host reads values as for `whole`."""
-        return self._made(_SPANNED, "spanned", Spanned, lambda *given: spanned_of(self._kind_like(*given)))
+        return self._made(_SPANNED, "spanned", Spanned, lambda *given: spanned_of(self._sized_like(*given)))
 
     def data(self) -> MaskData:
         """The mask as data: its blocks, and the bits of partial ones. Raises TooLargeForData."""

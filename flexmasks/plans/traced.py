@@ -17,8 +17,8 @@ from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.score_plan import is_bias
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
-from flexmasks.spec.as_data import data_of, is_readable
 from flexmasks.spec.bands import cap_of
+from flexmasks.spec.encoding import encode, is_readable
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -28,7 +28,7 @@ from flexmasks.spec.values import Mask, Modifier, Score
 # if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
 # those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
-UNKNOWN = ("unknown", "")  # data of a mask or score that is not given, or that only torch can read
+UNKNOWN = ("unknown", "")  # encodes a mask or score that is not given, or that only torch can read
 
 
 def _unknown(*_: Any) -> NoReturn:
@@ -168,5 +168,5 @@ def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: 
     )  # fmt: skip
 
 
-def data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
-    return UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
+def encode_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
+    return UNKNOWN if score is None or not is_readable(score) else encode(score, device)

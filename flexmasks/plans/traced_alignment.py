@@ -13,12 +13,12 @@ from flexmasks.plans.alignment import are_equal, may_differ, of_word, reads_quer
 from flexmasks.plans.checks import ATTENTION
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.traced import UNKNOWN, size_of, without_traced
-from flexmasks.spec.as_data import of_data
+from flexmasks.spec.encoding import decode
 from flexmasks.spec.values import Score
 
 
 def aligned_traced(
-    q: Tensor, k: Tensor, q_offset: Any, data: Any, score: Score | None, score_data: Any, given_blocks: bool
+    q: Tensor, k: Tensor, q_offset: Any, encoded: Any, score: Score | None, encoded_score: Any, given_blocks: bool
 ) -> Offset:
     """Return where queries start, see `plans.alignment`; a symbolic number becomes a tensor.
 
@@ -28,8 +28,8 @@ def aligned_traced(
     if isinstance(q_offset, str):
         q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
     if q_offset is None:
-        is_unknown = (data == UNKNOWN and not given_blocks) or (score is not None and score_data == UNKNOWN)
-        is_known = are_equal(q_len, kv_len) or not (is_unknown or _readers(data, score_data, q, k).shape[0])
+        is_unknown = (encoded == UNKNOWN and not given_blocks) or (score is not None and encoded_score == UNKNOWN)
+        is_known = are_equal(q_len, kv_len) or not (is_unknown or _readers(encoded, encoded_score, q, k).shape[0])
         if not is_known and may_differ(q_len, kv_len):
             unsaid(ATTENTION, q_len, kv_len)
         return 0
@@ -46,8 +46,8 @@ def in_graph_offset(q_offset: Offset, q: Tensor) -> Offset:
 
 
 @in_graph
-def _readers(data: Any, score_data: Any, q: Tensor, k: Tensor) -> Tensor:
+def _readers(encoded: Any, encoded_score: Any, q: Tensor, k: Tensor) -> Tensor:
     """Return a tensor as long as the number of functions that may read the query's position."""
-    values = [of_data(kind, x) for kind, x in (("mask", data), ("score", score_data)) if x != UNKNOWN]
+    values = [decode(kind, x) for kind, x in (("mask", encoded), ("score", encoded_score)) if x != UNKNOWN]
     with compat.without_dispatch_modes():
         return torch.empty(sum(reads_queries(*without_traced(v, size_of(q, k))) for v in values))

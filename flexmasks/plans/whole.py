@@ -15,7 +15,7 @@ from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import Line, in_wide_rows, spans_of
-from flexmasks.plans.bounds import MaskKind
+from flexmasks.plans.bounds import SizedMask
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Score
@@ -68,17 +68,17 @@ class Added(NamedTuple):
         return self.numbers if self.weight is None else self.weight * self.numbers
 
 
-def whole_of(kind: MaskKind) -> Whole:
+def whole_of(kind: SizedMask) -> Whole:
     visible = _visible_of(kind)
     return Whole(visible, *visible_tiles(visible))
 
 
-def spanned_of(kind: MaskKind) -> Spanned:
+def spanned_of(kind: SizedMask) -> Spanned:
     visible = _visible_of(kind, one_row=True)
     return Spanned(in_wide_rows(visible), *spans_of(visible, kind.size.q_len))
 
 
-def _visible_of(kind: MaskKind, one_row: bool = False) -> Tensor:
+def _visible_of(kind: SizedMask, one_row: bool = False) -> Tensor:
     """The pairs that are visible, by operations of fixed shapes; the host reads values only if the sizes say so.
 
     one_row: a mask that does not depend on the query has one row, for all of them.

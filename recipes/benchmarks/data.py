@@ -194,7 +194,7 @@ def _made_data(call: Call) -> tuple[MaskData, float]:
 
 
 def _attend(call: Call, backend: str, form: str) -> Callable[..., Tensor]:
-    compiled = flex.CompiledCall.of(call, _TORCH_NAMES[backend], as_data=form == DATA)
+    compiled = flex.FlexReplay.of(call, _TORCH_NAMES[backend], as_data=form == DATA)
     return lambda q, k, v: compiled(q, k, v)[0]
 
 

@@ -1,4 +1,4 @@
-"""Masks and scores as data that torch.compile can trace: strings, numbers and tensors in tuples.
+"""Masks and scores encoded for torch.compile, which can trace them: strings, numbers and tensors in tuples.
 
 A user's function is the name of its template, see `flexmasks.spec.templates`, and what it captured.
 """
@@ -28,8 +28,8 @@ class Unreadable(ValueError):
     """Error of a mask or score with a function that only torch's tracing can read."""
 
 
-def data_of(mask: Modifier, device: torch.device) -> Flat:
-    """Return a mask as data, in the form in which graphs take it. torch traces this function.
+def encode(mask: Modifier, device: torch.device) -> Flat:
+    """Return a mask encoded, in the form in which graphs take it. torch traces this function.
 
     Raises Unreadable.
     """
@@ -115,9 +115,9 @@ def _noted_alone(function: Any) -> str:
     return noted(function, *[None] * (len(FUNCTIONS) - 1))
 
 
-def of_data(kind: str, data: Any) -> Modifier:
-    """Return the mask or score of the tuples that functions of `in_graph` get in place of `data_of`'s result."""
-    own, name, captured, params = data
+def decode(kind: str, encoded: Any) -> Modifier:
+    """Return the mask or score of the tuples that functions of `in_graph` get in place of `encode`'s result."""
+    own, name, captured, params = encoded
     if own:
         definition = from_pickle(kind, name)
     else:
@@ -126,12 +126,12 @@ def of_data(kind: str, data: Any) -> Modifier:
     return cls(definition, {key: value_of(kind, value) for key, value in params})
 
 
-def value_of(kind: str, data: Any) -> Any:
-    if data[0] == "inner":
-        return of_data(kind, data[1])
-    if data[0] == "tuple":
-        return tuple(value_of(kind, v) for v in data[1])
-    return data[1]
+def value_of(kind: str, encoded: Any) -> Any:
+    if encoded[0] == "inner":
+        return decode(kind, encoded[1])
+    if encoded[0] == "tuple":
+        return tuple(value_of(kind, v) for v in encoded[1])
+    return encoded[1]
 
 
 def _fail(message: str) -> NoReturn:
