@@ -105,12 +105,12 @@ def run_varlen(
         with under_autocast(q, k, v) as (q, k, v):
             return _run_mixed(q, offsets, _Cache(k, v, page_table, kv_lens), request)
     check_varlen(q=q, k=k, v=v)
-    starts = sequence_offsets("offsets", offsets, q.device)
-    kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
-    if kv_starts is None and len(q) != len(k):
+    cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
+    cu_seqlens_k = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
+    if cu_seqlens_k is None and len(q) != len(k):
         fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, starts, kv_starts, max_length=max_length))
+    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, cu_seqlens_q, cu_seqlens_k, max_length=max_length))
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
@@ -211,14 +211,14 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
 
     Copies of a few sequences at a time bound the memory.
     """
-    starts = cast(int | Tensor, request.q_offset)
-    given = [cache.page_table, cache.kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
+    q_offset = cast(int | Tensor, request.q_offset)
+    given = [cache.page_table, cache.kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     larger = max(cache.k, cache.v, key=lambda x: x.shape[3])
-    key = "gathered", q.shape[2], larger.shape, larger.dtype, starts if isinstance(starts, int) else "tensor"
+    key = "gathered", q.shape[2], larger.shape, larger.dtype, q_offset if isinstance(q_offset, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
     if parts is None:
         cache.check_values(q)
-        parts = parts_of(cache.page_table, cache.kv_lens, starts, q.shape[2], larger)
+        parts = parts_of(cache.page_table, cache.kv_lens, q_offset, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
         own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
@@ -251,8 +251,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
-    starts = sequence_offsets("offsets", offsets, q.device)
-    check_cache(VARLEN, q, *cache, len(starts) - 1)
+    cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
+    check_cache(VARLEN, q, *cache, len(cu_seqlens_q) - 1)
     if request.q_offset is not None:
         check_offset(VARLEN, request.q_offset, len(cache.kv_lens), q.device)
     request = _with_values(request)
@@ -260,7 +260,7 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
     sinks, inner = sinks_of(request)
     inner = inner._replace(sink_logits=None)
-    mixed = _mixed(q, starts, cache, cast(int | Tensor | None, request.q_offset))
+    mixed = _mixed(q, cu_seqlens_q, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
@@ -350,26 +350,26 @@ def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     )
 
 
-def _mixed(q: Tensor, starts: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
+def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
     """Return the batches of a call of `varlen_attention` with pages.
 
     Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
     """
     page_table, kv_lens, room = cache.page_table, cache.kv_lens, cache.room
-    given = [starts, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
+    given = [cu_seqlens_q, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
     is_kept = reads and not is_captured(q.device)
     key = "mixed", q.device, len(q), len(kv_lens), room, "tensor" if isinstance(q_offset, Tensor) else q_offset
     mixed = _LAYOUTS.get(key, given) if is_kept else None
     if mixed is None:
-        offsets = starts.long()
+        offsets = cu_seqlens_q.long()
         counts = offsets.diff()
-        firsts = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
+        places = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
         is_cut = reads and q.device.type in _CUT_ON
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
-            check_mixed(offsets, len(q), kv_lens if q_offset is None else None, firsts, room)
+            check_mixed(offsets, len(q), kv_lens if q_offset is None else None, places, room)
             _LAYOUTS.put((*key, "checked"), [], True, ENTRY)
-        sequences = Sequences(offsets, firsts, page_table, kv_lens)
+        sequences = Sequences(offsets, places, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:
             _LAYOUTS.put(key, given, mixed, ENTRY + mixed.nbytes)

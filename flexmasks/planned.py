@@ -216,28 +216,30 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
             )
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
-    starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
-    may_read = can_be_read(kv_starts) and can_be_read(v_starts)
-    if kv_starts is not v_starts and may_read and not torch.equal(kv_starts, v_starts):
+    cu_seqlens_q, cu_seqlens_k, cu_seqlens_v = (x.offsets() for x in (q, k, v))
+    may_read = can_be_read(cu_seqlens_k) and can_be_read(cu_seqlens_v)
+    if cu_seqlens_k is not cu_seqlens_v and may_read and not torch.equal(cu_seqlens_k, cu_seqlens_v):
         fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
         fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
     if request.block_mask is not None:
         fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
-    kv_starts = None if kv_starts is starts else kv_starts
+    cu_seqlens_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     return (
         q_dense,
         k_dense,
         v_dense,
-        inside_sequences(ATTENTION, request, q_dense, k_dense, starts, kv_starts, waits=not is_captured(q.device)),
+        inside_sequences(
+            ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits=not is_captured(q.device)
+        ),
     )
 
 
 def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return dense output and lse as nested tensors of q's lengths."""
-    starts = cast(Any, q).offsets()
-    return compat.nested(out[0], starts, 2), None if lse is None else compat.nested(lse[0], starts, 2)
+    cu_seqlens_q = cast(Any, q).offsets()
+    return compat.nested(out[0], cu_seqlens_q, 2), None if lse is None else compat.nested(lse[0], cu_seqlens_q, 2)
 
 
 def inside_sequences(
@@ -245,8 +247,8 @@ def inside_sequences(
     request: Request,
     q: Tensor,
     k: Tensor,
-    starts: Tensor,
-    kv_starts: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
     waits: bool = False,
     max_length: Any = None,
 ) -> Request:
@@ -258,9 +260,11 @@ def inside_sequences(
     """
     mask, score = from_arguments(request.mask, request.score, request.params)
     lengths = q.shape[2], k.shape[2]
-    offset = sequences_aligned(call, request.q_offset, starts, kv_starts, q.shape[1], lengths, (mask, score), waits)
-    check_offset(call, offset, len(starts) - 1, q.device)
-    layout = starts, kv_starts, offset
+    offset = sequences_aligned(
+        call, request.q_offset, cu_seqlens_q, cu_seqlens_k, q.shape[1], lengths, (mask, score), waits
+    )
+    check_offset(call, offset, len(cu_seqlens_q) - 1, q.device)
+    layout = cu_seqlens_q, cu_seqlens_k, offset
     mask = packed(get_mask("full") if mask is None else mask, *layout, max_length=max_length)
     score = None if score is None else packed(score, *layout, max_length=max_length)
     return request._replace(mask=mask, score=score, params={}, q_offset=0)

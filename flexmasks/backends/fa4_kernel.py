@@ -131,8 +131,8 @@ def traced_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    q_starts: Tensor | None,
-    kv_starts: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_q_len: int | None,
     max_kv_len: int | None,
     scale: float | None,
@@ -146,7 +146,7 @@ def traced_forward(
 
     lse_may_learn: the gradient of the lse counts.
     """
-    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
     return forward(q, k, v, arguments, cap, sinks)
 
 
@@ -166,8 +166,8 @@ def traced_backward(
     sinks: Tensor | None,
     d_out: Tensor,
     d_lse: Tensor | None,
-    q_starts: Tensor | None,
-    kv_starts: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_q_len: int | None,
     max_kv_len: int | None,
     scale: float | None,
@@ -177,7 +177,7 @@ def traced_backward(
     cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
-    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
     dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks)
     return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
 
@@ -191,8 +191,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, q_starts, kv_starts, *numbers, lse_may_learn = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, q_starts, kv_starts)
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, lse_may_learn = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
     ctx.numbers, ctx.lse_may_learn = numbers, lse_may_learn
 
 

@@ -122,8 +122,8 @@ def _reads_queries(value: Modifier, size: Size) -> bool:
 def sequences_aligned(
     call: str,
     q_offset: Any,
-    starts: Tensor,
-    kv_starts: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
     heads: int,
     lengths: tuple[int, int],
     values: Sequence[Modifier | None],
@@ -131,7 +131,7 @@ def sequences_aligned(
 ) -> Offset:
     """Return where the queries of sequences start that are laid end to end, see `aligned`.
 
-    starts, kv_starts: int[N + 1], of the queries and of the keys; None for keys that lie as the queries do.
+    cu_seqlens_q, cu_seqlens_k: int[N + 1], of the queries and of the keys; None for keys that lie as the queries do.
     lengths: numbers of all queries and of all keys.
     waits: whether the host may wait for a GPU to read the lengths of sequences.
     """
@@ -139,16 +139,16 @@ def sequences_aligned(
         return cast(Offset, q_offset)
     if isinstance(q_offset, str):
         of_word(call, q_offset, 0, 0)  # raises for another word
-    if kv_starts is None or kv_starts is starts or q_offset == "first":
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q or q_offset == "first":
         return 0
-    counts, kv_counts = starts.diff(), kv_starts.diff()
+    counts, kv_counts = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     may_read = can_be_read(counts) and can_be_read(kv_counts) and (waits or counts.device.type == "cpu")
     if q_offset == "last":
         if may_read and bool((kv_counts < counts).any()):
             n = int((kv_counts < counts).int().argmax())
             of_word(call, "last", int(counts[n]), int(kv_counts[n]))
         return (kv_counts - counts).clamp(min=0)
-    size = replace(unread(Size(len(counts), heads, *lengths, starts.device), 0), at_most=("S",))
+    size = replace(unread(Size(len(counts), heads, *lengths, cu_seqlens_q.device), 0), at_most=("S",))
     if not any(reads_queries(v, size, if_wrong=True) for v in values if v is not None):
         return 0
     if not may_read:

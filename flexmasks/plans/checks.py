@@ -184,12 +184,12 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
     return offsets
 
 
-def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, starts: Tensor, room: int) -> None:
+def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, q_offset: Tensor, room: int) -> None:
     """Check the values of offsets of queries, and of where they start.
 
     total: the number of queries.
-    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start where `starts` says.
-    starts: the position of the first query of each sequence.
+    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start where `q_offset` says.
+    q_offset: the position of the first query of each sequence.
     room: the number of keys that a sequence may have.
     """
     counts = offsets.diff()
@@ -199,12 +199,12 @@ def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, starts: Ten
     if kv_lens is not None:
         check_are_last(VARLEN, kv_lens, counts)
         return
-    is_past = (starts > 0) & (starts + counts > room)
+    is_past = (q_offset > 0) & (q_offset + counts > room)
     if bool(is_past.any()):
         s = int(is_past.nonzero()[0])
         fail(
             f"`q_offset` must be 0 or at most the keys that the pages have room for minus the queries, but sequence "
-            f"{s} starts at {int(starts[s])} with {int(counts[s])} queries, and its pages have room for {room} keys.",
+            f"{s} starts at {int(q_offset[s])} with {int(counts[s])} queries, and its pages have room for {room} keys.",
             call=VARLEN,
         )
 

@@ -58,13 +58,13 @@ def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, 
     size = cache.shape[1]
     lens = kv_lens.tolist()
     together = max(1, _MAX_BYTES // (columns * cache[0].numel() * cache.element_size()))
-    starts = offsets_of(q_offset, batch, kv_lens.device)
-    firsts, lasts = starts.int(), (starts + q_len - 1).int()
+    q_offset = offsets_of(q_offset, batch, kv_lens.device)
+    firsts, lasts = q_offset.int(), (q_offset + q_len - 1).int()
     parts = []
     for first in range(0, batch, together):
         members = slice(first, min(first + together, batch))
         pages = [page_table[b, : -(-lens[b] // size)].long().clone() for b in range(members.start, members.stop)]
         sequences = torch.arange(members.start, members.stop, dtype=torch.int32, device=kv_lens.device)
-        rows = starts[members].clone(), kv_lens[members].long().clone()
+        rows = q_offset[members].clone(), kv_lens[members].long().clone()
         parts.append(Part(members, pages, columns * size, sequences, firsts, lasts, *rows))
     return parts

@@ -21,14 +21,14 @@ class Sequences(NamedTuple):
     """The sequences of a mixed batch."""
 
     offsets: Tensor  # int64[N + 1], the first query of each sequence, and the end of the last one
-    starts: Tensor  # int64[N], the position of the first query of each sequence
+    q_offset: Tensor  # int64[N], the position of the first query of each sequence
     page_table: Tensor  # int[N, P]
     kv_lens: Tensor  # int[N]
 
     @property
     def lasts(self) -> Tensor:
         """The position of the last query of each sequence, int32[N]; 0 if it has neither queries nor keys."""
-        return (self.starts + self.offsets.diff() - 1).clamp(min=0).int()
+        return (self.q_offset + self.offsets.diff() - 1).clamp(min=0).int()
 
 
 class Rows(NamedTuple):
@@ -72,9 +72,9 @@ def by_number_of_queries(given: Sequences, total: int) -> Mixed:
         tokens = given.offsets[chosen][:, None] + torch.arange(count, device=device)
         places[tokens] = torch.arange(before, before + tokens.numel(), device=device).view_as(tokens)
         before += tokens.numel()
-        rows = given.starts[chosen], given.page_table[chosen], given.kv_lens[chosen]
+        rows = given.q_offset[chosen], given.page_table[chosen], given.kv_lens[chosen]
         batches.append(Rows(tokens, chosen.int(), *rows))
-    return Mixed(batches, places, given.starts.int(), given.lasts)
+    return Mixed(batches, places, given.q_offset.int(), given.lasts)
 
 
 def in_pieces(given: Sequences, total: int) -> Mixed:
@@ -85,7 +85,7 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     """
     offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
     if not total:
-        return Mixed([], offsets.new_empty(0), given.starts.int(), given.lasts)
+        return Mixed([], offsets.new_empty(0), given.q_offset.int(), given.lasts)
     n = _FEWEST_ROWS
     while n < _MOST_ROWS and n * count < total:
         n *= 2
@@ -101,7 +101,7 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     rows = Rows(
         tokens.clamp(0, total - 1),
         sequence.int(),
-        torch.where(is_used, given.starts[sequence] + skipped, 0),
+        torch.where(is_used, given.q_offset[sequence] + skipped, 0),
         given.page_table[sequence],
         torch.where(is_used, given.kv_lens[sequence], 0),
     )
@@ -109,7 +109,7 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     owner = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, count - 1)
     place = before[owner] * n + token - offsets[owner]
     places = torch.where(token < offsets[-1], place, len(piece) * n)
-    firsts, lasts = given.starts.int(), given.lasts
+    firsts, lasts = given.q_offset.int(), given.lasts
     if compat.is_compiling():
         rows, firsts, lasts = Rows(*map(_with_layout, rows)), _with_layout(firsts), _with_layout(lasts)
     return Mixed([rows], places, firsts, lasts)
