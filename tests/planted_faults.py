@@ -214,8 +214,8 @@ FAULTS: list[Fault] = [
     Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
     Fault(
         "plans/gathered.py",
-        "(starts + q_len - 1).int()",
-        "(starts + q_len).int()",
+        "(q_offset + q_len - 1).int()",
+        "(q_offset + q_len).int()",
         ("tests/test_paging.py::test_chunks_by_a_table_without_a_row_to_spare",),
     ),
     Fault("plans/rows.py", "return definition, x.shape, x.device,", "return definition, x.device,"),
