@@ -16,6 +16,7 @@ from flexmasks.backends import plain
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
 from flexmasks.plans.rows import Rows, rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
+from flexmasks.spec.aliases import has_derivatives
 from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import can_be_read, listed
@@ -134,7 +135,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
                 [0.0000, 0.0000, 0.0000]])
     """
     if isinstance(scale, Tensor) and scale.numel() == 1:
-        is_number = can_be_read(scale) and not scale.requires_grad
+        is_number = can_be_read(scale) and not has_derivatives(scale)
         x, factor = (x, float(scale)) if is_number else (x * scale.to(x.dtype), 1.0)
     else:
         factor = cast(float, scale)

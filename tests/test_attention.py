@@ -1123,9 +1123,39 @@ def test_vmap_and_forward_derivatives(mask: Any) -> None:
     assert error(tangent, slope) < 1e-5
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, v)
-        with pytest.raises(NotImplementedError):  # a derivative is never lost
-            call(dual)
+        tangent = torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+        assert error(tangent, slope) < 1e-5
     assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # later calls run as before
+
+
+_READ: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "bias": lambda t: {"score": t},
+    "table": lambda t: {"score": "relative_bias", "table": t[:2, :5], "mask": "causal"},
+    "lambda": lambda t: {"score": lambda score, b, h, q, kv: score * t[h, 0]},
+    "number": lambda t: {"score": "temperature", "temperatures": t[0, :2].exp()},
+}
+
+
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "dual"])
+@pytest.mark.parametrize("name", _READ)
+def test_forward_derivatives_of_what_a_score_reads(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    q, table, tangent = torch.randn(1, 2, 9, 4).double(), torch.randn(9, 9).double(), torch.randn(9, 9).double()
+    call = lambda t: torch.cat(  # noqa: E731
+        [x.flatten() for x in flexmasks.attention(q * t[0, 0], q, q, return_lse=True, **_READ[name](t))]
+    )
+    call(table)  # derivatives are not lost in a call that is made again either
+    want = (call(table + 1e-6 * tangent) - call(table - 1e-6 * tangent)) / 2e-6
+    for _ in range(2):
+        if way == "dual":
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(table, tangent)
+                got = torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+        elif way == "jvp":
+            got = torch.func.jvp(call, (table,), (tangent,))[1]
+        else:
+            got = torch.func.jacfwd(call)(table).flatten(1) @ tangent.flatten()
+        assert torch.allclose(got, want, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -66,6 +66,10 @@ def test_transforms() -> None:
     close(vmap(grad(loss(call)))(many), torch.stack([grad(loss(naive))(t) for t in many]))
     close(grad(lambda t: vmap(call)(t).pow(2).sum())(many), grad(lambda t: vmap(naive)(t).pow(2).sum())(many))
     masks = torch.rand(3, 4, 1) < 0.5
+    scale = torch.tensor(0.5)
+    slope = torch.func.jvp(lambda s: flexmasks.scaled_masked_softmax(x, masks[0], s), (scale,), (scale,))[1]
+    _, want = torch.func.jvp(lambda x: flexmasks.scaled_masked_softmax(x, masks[0], scale), (x,), (x,))
+    close(slope, want)  # the softmax of scale * x changes with both alike
     mapped = vmap(lambda m: flexmasks.scaled_masked_softmax(x, m))(masks)
     close(mapped, torch.stack([flexmasks.scaled_masked_softmax(x, m) for m in masks]))
     planned = vmap(grad(lambda t: flexmasks.masked_softmax(t, mask="causal", q_offset=0).pow(2).sum()))(many)

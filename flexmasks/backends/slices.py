@@ -112,8 +112,11 @@ def attend_by_slices(
 
 
 def is_traced_or_transformed() -> bool:
-    """Return whether torch.compile traces or torch.func transforms this code. No tensor's value can be read then."""
-    return compat.is_compiling() or compat.transforms_active()
+    """Return whether torch.compile traces or torch.func transforms this code, or derivatives are taken forward.
+
+    No tensor's value can be read then, or operations on parts of buffers would lose its derivative.
+    """
+    return compat.is_compiling() or compat.transforms_active() or compat.in_forward_derivative()
 
 
 def _slices(visible: Visible, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:

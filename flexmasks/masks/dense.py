@@ -25,7 +25,7 @@ def _example(length: int) -> dict[str, Any]:
 
 
 @register_mask(prepare=_prepare, example=_example)
-def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor, first: int = 0) -> Tensor:
+def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor, first: int | Tensor = 0) -> Tensor:
     """A boolean tensor, True where the key is visible.
 
     visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It has a row for each query of
@@ -37,4 +37,4 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor, first
     Peers: torch SDPA attn_mask; xformers tensor biases; TransformerEngine arbitrary; JAX splash NumpyMask; FlashInfer
         custom_mask.
     """
-    return visible[*leading(visible, b, h, q), row_of(visible, q, first), kv]
+    return visible[*leading(visible, b, h, q), row_of(visible, q, first, b), kv]

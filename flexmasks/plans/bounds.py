@@ -41,9 +41,12 @@ def unread(size: Size, offset: Offset) -> Size:
 
     torch traces this function, and takes dataclasses.replace apart at each call.
     """
-    reached, at_most = (offset, size.at_most) if isinstance(offset, int) else (size.kv_len, ("S",))
-    lengths = size.batch, size.heads, size.q_len, size.kv_len
-    return Size(*lengths, size.device, reached, size.dtype, size.approximate, may_read=False, at_most=at_most)
+    if isinstance(offset, int):
+        reached, at_most, starts = offset, size.at_most, None
+    else:
+        reached, at_most, starts = size.kv_len, ("S",), offset
+    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, reached, size.dtype, size.approximate
+    return Size(*sizes, may_read=False, at_most=at_most, starts=starts)
 
 
 def plan_bounds(kind: SizedMask) -> Resolved:

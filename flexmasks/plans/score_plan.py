@@ -93,7 +93,7 @@ class ScorePlan(Plan):
             return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
         if name != "functions":
             raise KeyError(name)
-        if self.prepares_tensors and not self.is_bias:
+        if self.prepares_tensors and not (self.is_bias and isinstance(self.offset, int)):
             raise Opaque("tensors that are made for the score change")
         return Form(spread=self.spread)
 

@@ -59,4 +59,4 @@ def sized(size: Size, offset: Offset) -> Size:
             "flexmasks: the values of a tensor `q_offset` must be 0 or at most KV - Q, the number of keys minus the "
             f"number of queries, {size.kv_len} - {size.q_len}, got {most}; a number may be larger."
         )
-    return replace(size, q_offset=most)
+    return replace(size, q_offset=most, starts=offset if isinstance(offset, Tensor) else None)

@@ -149,7 +149,8 @@ def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
     """A mask or score with tensors of zeros, and a size of numbers."""
     lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
     batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
-    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
+    starts = None if size.starts is None else _zeros_like(size.starts)
+    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end, starts=starts)
     return with_tensors(value, _zeros_like), known
 
 

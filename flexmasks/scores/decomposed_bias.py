@@ -32,7 +32,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example)
 def decomposed_bias(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, rel_h: Tensor, rel_w: Tensor, first: int = 0
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, rel_h: Tensor, rel_w: Tensor, first: int | Tensor = 0
 ) -> Tensor:
     """Scores plus each query's biases of the key's row and of its column.
 
@@ -49,5 +49,5 @@ def decomposed_bias(
         computed from q without its scale: reshape them to [batch, heads, queries, ...].
     """
     columns = rel_w.shape[-1]
-    row = row_of(rel_h, q, first)
+    row = row_of(rel_h, q, first, b)
     return score + rel_h[b, h, row, kv // columns] + rel_w[b, h, row, kv % columns]

@@ -22,7 +22,9 @@ def _example(length: int) -> dict[str, Any]:
 
 
 @register_score(prepare=_prepare, example=_example)
-def dense_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bias: Tensor, first: int = 0) -> Tensor:
+def dense_bias(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bias: Tensor, first: int | Tensor = 0
+) -> Tensor:
     """Scores plus a tensor of queries x keys.
 
     bias: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It has a row for each query of the
@@ -34,4 +36,4 @@ def dense_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bi
     Source: the float attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; Hugging Face position_bias.
     """
-    return score + bias[*leading(bias, b, h, q), row_of(bias, q, first), kv]
+    return score + bias[*leading(bias, b, h, q), row_of(bias, q, first, b), kv]

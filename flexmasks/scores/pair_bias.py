@@ -30,7 +30,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example)
 def pair_bias(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bias: Tensor, group: int, first: int = 0
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bias: Tensor, group: int, first: int | Tensor = 0
 ) -> Tensor:
     """Scores plus a bias of pairs that groups share, bias[b // group, h, q, kv].
 
@@ -48,4 +48,4 @@ def pair_bias(
         [B, N, N, H, D].
     """
     row = b // group if group > 1 else b
-    return score + bias[*leading(bias, row, h, q), row_of(bias, q, first), kv]
+    return score + bias[*leading(bias, row, h, q), row_of(bias, q, first, b), kv]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from flexmasks import compat
 from flexmasks.spec.structure import Opaque
 
 _MAX_COPIED = 1 << 24  # the most bytes for which an expanded tensor is written out
@@ -26,9 +28,9 @@ class Aliases:
         self.nbytes = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the alias of a tensor. Raises Opaque for one that learns, or has attributes."""
+        """Return the alias of a tensor. Raises Opaque for one that has derivatives, or attributes."""
         if id(tensor) not in self._aliases:
-            if type(tensor) is not Tensor or tensor.requires_grad or vars(tensor):
+            if type(tensor) is not Tensor or has_derivatives(tensor) or vars(tensor):
                 raise Opaque("a tensor that learns, or that has attributes")
             alias = in_one_piece(tensor.detach())
             if not tensor.is_contiguous():
@@ -36,6 +38,13 @@ class Aliases:
                 self.nbytes += math.prod(kept) * alias.element_size()
             self._aliases[id(tensor)] = tensor, alias
         return self._aliases[id(tensor)][1]
+
+
+def has_derivatives(tensor: Tensor) -> bool:
+    """Whether a tensor needs a gradient, or has a derivative that is taken forward. An alias would have neither."""
+    if tensor.requires_grad or not (compat.in_forward_derivative() and tensor.is_floating_point()):
+        return tensor.requires_grad
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:

@@ -62,23 +62,29 @@ def pair(value: Any) -> tuple[Any, Any]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-def first_row(name: str, count: int, size: Size | None) -> int:
+def first_row(name: str, count: int, size: Size | None) -> int | Tensor:
     """Return the position of the query of a table's first row, for parameter `name` with `count` rows.
 
-    A table has a row for each position, or for each query of the call. Raises ValueError for fewer rows, but for one.
+    It is one number, or int[batch]. A table has a row for each position, or for each query of the call. Raises
+    ValueError for fewer rows, but for one.
     """
-    if count == 1 or size is None or "S" in size.at_most:
+    if count == 1 or size is None:
         return 0
-    if count == size.q_len < size.positions_of_q:
-        return size.positions_of_q - count
+    starts = size.q_offset if size.starts is None else size.starts
+    if count == size.q_len and "Q" not in size.at_most:
+        return starts.clone() if isinstance(starts, Tensor) else starts  # kept, as the user's tensor must not be
+    if size.most_queries is not None and "Q" in size.at_most and (isinstance(starts, Tensor) or starts):
+        return torch.where(size.most_queries == count, starts, 0).expand(size.batch)
     check_covers_queries(name, count, size)
     return 0
 
 
-def row_of(table: Tensor, q: Tensor, first: int) -> Tensor:
+def row_of(table: Tensor, q: Tensor, first: int | Tensor, b: Tensor) -> Tensor:
     """Return the row of a query in a table; one row is that of all."""
     if table.shape[-2] == 1:
         return q * 0
+    if isinstance(first, Tensor):
+        return q - (first[b] if first.ndim else first).type_as(q)
     return q - first if first else q
 
 

@@ -66,6 +66,9 @@ def size_inside_sequences(
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
     sequences = offsets.shape[0] - 1
+    lengths = offsets.long().diff()
+    starts = q_start if isinstance(q_start, Tensor) else None
+    size = replace(size, batch=sequences, starts=starts, most_queries=lengths.max())
     if isinstance(q_start, Tensor) and q_start.shape[0] != sequences:
         raise ValueError(f"`q_start` has {q_start.shape[0]} values, `offsets` has {sequences} sequences.")
     if not isinstance(q_start, Tensor) and q_start > _MAX_POSITION:
@@ -73,8 +76,7 @@ def size_inside_sequences(
     if not may_read(size, offsets, *(x for x in (kv_offsets, q_start) if isinstance(x, Tensor))):
         q_len, kv_len = (size.positions_of_q, size.kv_len) if max_length is None else (max_length, max_length)
         q_offset = kv_len if isinstance(q_start, Tensor) else q_start
-        return replace(size, batch=sequences, q_len=q_len, kv_len=kv_len, q_offset=q_offset, at_most=_LENGTHS)
-    lengths = offsets.long().diff()
+        return replace(size, q_len=q_len, kv_len=kv_len, q_offset=q_offset, at_most=_LENGTHS)
     kv_lengths = lengths if kv_offsets is None else kv_offsets.long().diff()
     ends = torch.stack([lengths.max(), kv_lengths.max(), (lengths + q_start).max()])
     q_len, kv_len, positions = ends.tolist()  # positions: the most that the queries of a sequence reach
@@ -84,11 +86,11 @@ def size_inside_sequences(
     if positions > _MAX_POSITION:
         raise ValueError(f"positions must be at most 2**30, but `q_start` and the lengths give {positions}.")
     if max_length is None:
-        return replace(size, batch=sequences, q_len=q_len, kv_len=kv_len, q_offset=positions - q_len)
+        return replace(size, q_len=q_len, kv_len=kv_len, q_offset=positions - q_len)
     if max(q_len, kv_len) > max_length:
         raise ValueError(f"`max_length` is {max_length}, but a sequence has {max(q_len, kv_len)} tokens.")
     q_offset = max(0, positions - max_length)
-    return replace(size, batch=sequences, q_len=max_length, kv_len=max_length, q_offset=q_offset, at_most=_LENGTHS)
+    return replace(size, q_len=max_length, kv_len=max_length, q_offset=q_offset, at_most=_LENGTHS)
 
 
 def _unpack(name: str, offsets: Tensor, size: Size | None, length: int | None, padding: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -66,6 +66,8 @@ class Size:
     may_read: bool = True  # the host may read the values of tensors
     at_most: tuple[str, ...] = ()  # names of sizes (see `named`) that are upper bounds, because they cannot be read
     ends_among_keys: bool = True  # queries that start where a tensor says have no positions behind the last key's
+    starts: Tensor | None = field(default=None, compare=False)  # int[batch], the offsets if a tensor has them
+    most_queries: Tensor | None = field(default=None, compare=False)  # the q_len of sequences, whose bound is q_len
 
     @property
     def positions_of_q(self) -> int:

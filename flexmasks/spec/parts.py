@@ -68,7 +68,9 @@ def _prepare_part(
 
 def _size_of_call(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
     length = size.kv_len if length is None else length
-    return replace(size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0)
+    return replace(
+        size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0, starts=None, most_queries=None
+    )
 
 
 def _band_of_part(
@@ -133,12 +135,13 @@ def _prepare_rows(
 
 
 def _size_of_sequences(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Size:
+    size = replace(size, batch=len(lasts), starts=firsts, most_queries=(lasts - firsts).max() + 1)
     # If values may not be read, a sequence is assumed to have at most as many queries as keys.
     if not may_read(size, firsts, lasts):
         at_most = (*size.at_most, "Q", "S")
-        return replace(size, batch=len(lasts), q_len=size.kv_len, q_offset=size.kv_len, at_most=at_most)
+        return replace(size, q_len=size.kv_len, q_offset=size.kv_len, at_most=at_most)
     q_len, positions = torch.stack([(lasts - firsts).max(), lasts.max()]).add(1).tolist()
-    return replace(size, batch=len(lasts), q_len=q_len, q_offset=positions - q_len)
+    return replace(size, q_len=q_len, q_offset=positions - q_len)
 
 
 def _band_of_rows(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:

@@ -1,0 +1,166 @@
+"""Tables with a row for each query of a call, whose batch elements start at different positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexmasks
+from flexmasks import calls
+
+Q, KV, BATCH, HEADS = 4, 10, 2, 2
+ROWS, COLUMNS = 2, 5
+_Call = tuple[dict[str, Any], Tensor]  # arguments of a call, and what they add to the scores, [B, H, Q, KV]
+
+
+def _dense(batch: int) -> _Call:
+    visible = torch.rand(batch, 1, Q, KV) > 0.4
+    return {"mask": visible}, torch.where(visible, 0.0, -math.inf)
+
+
+def _dense_bias(batch: int) -> _Call:
+    bias = torch.randn(batch, HEADS, Q, KV)
+    return {"score": bias}, bias
+
+
+def _pair_bias(batch: int) -> _Call:
+    bias = torch.randn(1, HEADS, Q, KV)
+    return {"score": "pair_bias", "bias": bias, "group": batch}, bias
+
+
+def _decomposed_bias(batch: int) -> _Call:
+    rel_h, rel_w = torch.randn(batch, HEADS, Q, ROWS), torch.randn(batch, HEADS, Q, COLUMNS)
+    added = rel_h.repeat_interleave(COLUMNS, -1) + rel_w.repeat(1, 1, 1, ROWS)
+    return {"score": "decomposed_bias", "rel_h": rel_h, "rel_w": rel_w}, added
+
+
+MAKERS: list[Callable[[int], _Call]] = [_dense, _dense_bias, _pair_bias, _decomposed_bias]
+
+
+def _want(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
+    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1]) + added.double()
+    return scores.softmax(-1).nan_to_num(0.0) @ v.double()
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(BATCH, HEADS, Q, 8), torch.randn(BATCH, HEADS, KV, 8), torch.randn(BATCH, HEADS, KV, 8)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    offsets=st.lists(st.integers(0, KV - Q), min_size=BATCH, max_size=BATCH),
+    make=st.sampled_from(MAKERS),
+    backend=st.sampled_from(["auto", "reference", "short"]),
+    is_causal=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_rows_are_those_of_queries(
+    offsets: list[int], make: Callable[[int], _Call], backend: str, is_causal: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    arguments, added = make(BATCH)
+    q, k, v = _inputs()
+    if is_causal:
+        place = torch.arange(Q)[:, None] + torch.tensor(offsets)[:, None, None, None]
+        added = torch.where(torch.arange(KV) <= place, added, -math.inf)
+        mask = flexmasks.get_mask("causal")
+        arguments["mask"] = mask & flexmasks.get_mask(arguments["mask"]) if "mask" in arguments else mask
+    q.requires_grad_()
+    for q_offset in (offsets, torch.tensor(offsets)):
+        out = flexmasks.attention(q, k, v, q_offset=q_offset, backend=backend, **arguments)
+        want = _want(q, k, v, added)
+        assert torch.allclose(out.double(), want, atol=1e-5)
+        got, expected = (torch.autograd.grad(x.square().sum(), q)[0] for x in (out, want))
+        assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_tables_of_other_calls(make: Callable[[int], _Call]) -> None:
+    torch.manual_seed(0)
+    arguments, added = make(BATCH)
+    q, k, v = _inputs()
+    want = _want(q, k, v, added)
+    offsets = torch.tensor([6, 1])
+
+    def compiled(q: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = flexmasks.attention(q, k, v, q_offset=offsets, **arguments)
+        return out
+
+    traced = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for positions in (offsets, torch.tensor([3, 3])):
+        assert torch.allclose(traced(q, positions).double(), want, atol=1e-5)
+    plan = flexmasks.plan(arguments.pop("mask", None), Q, KV, q_offset=offsets, batch=BATCH, heads=HEADS, **arguments)
+    for changed in ([0, 5], [6, 1]):
+        assert torch.allclose(flexmasks.attention(q, k, v, mask=plan).double(), want, atol=1e-5)
+        plan.update(q_offset=changed)
+
+
+@pytest.mark.parametrize("make", MAKERS[:2])
+def test_the_last_queries_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
+    torch.manual_seed(0)
+    arguments, added = make(BATCH)
+    q, k, v = _inputs()
+    kv_lens = torch.tensor([10, 7])
+    caches = [x.transpose(1, 2).reshape(-1, 5, HEADS, 8) for x in (k, v)]
+    table = torch.arange(4).view(2, 2)
+    out = flexmasks.paged_attention(q, *caches, table, kv_lens, **arguments)
+    added = torch.where(torch.arange(KV) < kv_lens[:, None, None, None], added, -math.inf)
+    assert torch.allclose(out.double(), _want(q, k, v, added), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", MAKERS[:2])
+def test_drafts_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
+    torch.manual_seed(0)
+    arguments, added = make(BATCH)
+    q, k, v = _inputs()
+    caches = [x.transpose(1, 2).reshape(-1, 5, HEADS, 8) for x in (k, v)]
+    cache = {"page_table": torch.arange(4).view(2, 2), "kv_lens": torch.tensor([10, 7])}
+    for _ in range(3):
+        tokens = q.transpose(1, 2).flatten(0, 1)
+        out = flexmasks.varlen_attention(tokens, *caches, torch.arange(3) * Q, **cache, **arguments)
+        seen = torch.where(torch.arange(KV) < cache["kv_lens"][:, None, None, None], added, -math.inf)
+        assert torch.allclose(out.view(BATCH, Q, HEADS, 8).transpose(1, 2).double(), _want(q, k, v, seen), atol=1e-5)
+        cache["kv_lens"] = cache["kv_lens"] - 1
+
+
+@pytest.mark.parametrize("q_start", [0, 3, "last"])
+def test_tables_inside_sequences(q_start: Any) -> None:
+    torch.manual_seed(0)
+    visible = torch.rand(BATCH, 1, Q, KV) > 0.4
+    q, k, v = torch.randn(2 * Q, HEADS, 8), torch.randn(KV + 7, HEADS, 8), torch.randn(KV + 7, HEADS, 8)
+    offsets, kv_offsets = [0, Q, 2 * Q], [0, KV, KV + 7]
+    out = flexmasks.varlen_attention(q, k, v, offsets, kv_offsets, mask=visible, q_offset=q_start)
+    for s, (a, b) in enumerate(pairwise(kv_offsets)):
+        rows = slice(s * Q, (s + 1) * Q)
+        part = [x.transpose(0, 1)[None] for x in (q[rows], k[a:b], v[a:b])]
+        want = _want(*part, torch.where(visible[s : s + 1, :, :, : b - a], 0.0, -math.inf))
+        assert torch.allclose(out[rows].transpose(0, 1)[None].double(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("backend", ["auto", "flex", "reference"])
+def test_new_starts_of_a_kind(make: Callable[[int], _Call], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
+    q, k, v = _inputs()
+    for step in range(4):
+        torch.manual_seed(step)
+        arguments, added = make(BATCH)
+        offsets = torch.randint(0, KV - Q + 1, (BATCH,))
+        out = flexmasks.attention(q, k, v, q_offset=offsets, backend=backend, **arguments)
+        assert torch.allclose(out.double(), _want(q, k, v, added), atol=1e-5)
+
+
+def test_new_starts_of_the_same_tensor_are_noticed() -> None:
+    visible, offsets = torch.rand(BATCH, 1, Q, KV) > 0.4, torch.tensor([6, 1])
+    for change in (None, [0, 3], [2, 2]):
+        if change is not None:
+            offsets.copy_(torch.tensor(change))
+        assert torch.equal(flexmasks.dense_mask(visible, Q, KV, batch=BATCH, heads=1, q_offset=offsets), visible)
