@@ -353,6 +353,14 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     return cast(contextlib.AbstractContextManager[Any], leave())
 
 
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave dispatch modes and TorchFunctionModes for a trial that no program may hold: torch.export's are of both."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(named("without_torch_function")())
+    stack.enter_context(without_dispatch_modes())
+    return stack
+
+
 def in_tracing_mode() -> bool:
     """Return whether make_fx records the operations of this thread. No public equivalent."""
     return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in active_modes())
@@ -370,14 +378,19 @@ def in_foreign_dispatch_mode() -> bool:
 
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
+    return _in_transform("Vmap")
+
+
+def _in_transform(name: str) -> bool:
     if not _here.transforms_active():
         return False
-    return any(level.key().name == "Vmap" for level in _here.transforms() or ())
+    return any(level.key().name == name for level in _here.transforms() or ())
 
 
 def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
-    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+    # Dynamo traces torch.func.jvp without entering a level.
+    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0) or _in_transform("Jvp")
 
 
 def is_of_checkpointing(mode: Any) -> bool:

@@ -369,7 +369,7 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
 
 def _check_at_example(encoded: Any, size: Size) -> None:
     """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
-    with compat.without_dispatch_modes():
+    with compat.without_modes():
         alone, known = without_traced(cast(Mask, decode("mask", _changed(encoded, compat.size_hint))), size)
         alone.resolve(known)
 

@@ -322,6 +322,35 @@ def test_what_no_program_for_all_lengths_takes() -> None:
         torch.export.export(named, given, dynamic_shapes=shapes, strict=False)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_programs_for_all_lengths_are_saved_before_any_other_call(strict: bool) -> None:
+    flexmasks.clear_caches()  # what is known of a mask from an earlier call is not looked at again
+    model = Model(CALLS["score"])
+    length = torch.export.Dim("length", min=2)
+    q, k, v, lens = inputs()
+    shapes = ({2: length}, {2: length}, {2: length}, {})
+    program = torch.export.export(model, (q, k, v, lens), dynamic_shapes=shapes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    others = inputs(length=LENGTH + 7)
+    assert torch.allclose(loaded(*others), model(*others), atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_of_last_queries_takes_all_of_them(strict: bool) -> None:
+    model = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="causal", q_offset="last"))
+    q_len, kv_len = (torch.export.Dim(name, min=1, max=512) for name in ("q_len", "kv_len"))
+    shapes = ({2: q_len}, {2: kv_len}, {2: kv_len}, {})
+    _, k, v, lens = inputs()
+    example, *_ = inputs(length=7)
+    program = torch.export.export(model, (example, k, v, lens), dynamic_shapes=shapes, strict=strict).module()
+    for count in (2, 7, LENGTH):
+        q, *_ = inputs(length=count)
+        assert torch.allclose(program(q, k, v, lens), model(q, k, v, lens), atol=1e-5)
+
+
 def test_an_exported_program_learns() -> None:
     model = Model(CALLS["score"])
     given = inputs()

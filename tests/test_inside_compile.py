@@ -1160,6 +1160,38 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "vmap of grad"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"mask": "causal"},
+        {},
+        {"mask": "document", "document_ids": torch.arange(33) // 10},
+        {"mask": "sliding_window", "window": 3, "score": "alibi"},
+        {"mask": lambda b, h, q, kv: q - kv < 3},
+        {"mask": "causal", "return_lse": True},
+    ],
+    ids=["causal", "full", "documents", "score", "lambda", "lse"],
+)
+def test_transforms_inside_the_compiled_function(call: dict[str, Any], transform: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 33, 8).unbind()
+
+    def attention(q: Tensor) -> Tensor:
+        found = flexmasks.attention(q, k, v, **call)
+        return found[1] if isinstance(found, tuple) else found
+
+    gradient = torch.func.grad(lambda q: attention(q).square().sum())
+    function: Any = {
+        "grad": gradient,
+        "vmap": lambda q: torch.func.vmap(attention)(torch.stack([q, 2 * q])),
+        "jvp": lambda q: torch.func.jvp(attention, (q,), (q,))[1],
+        "vmap of grad": lambda q: torch.func.vmap(gradient)(torch.stack([q, 2 * q])),
+    }[transform]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: function(q), fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(q), function(q), atol=1e-5)
+
+
 def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = table.Backend("mine", lambda call: None, table.BACKENDS["reference"].run)
     monkeypatch.setattr(table, "BACKENDS", {"mine": mine, **table.BACKENDS})

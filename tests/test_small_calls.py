@@ -74,6 +74,20 @@ def test_small_calls_are_exact_and_compile_nothing(compiled, function, kv_heads,
     assert compiled == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_another_default_dtype(default, dtype):
+    q, k, v = _qkv(dtype)
+    try:
+        torch.set_default_dtype(default)
+        out = flexmasks.attention(q, k, v, mask=_own, backend="short")
+        added = flexmasks.attention(q, k, v, mask=_own, score=lambda score, b, h, q, kv: score - kv, backend="short")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, flexmasks.attention(q, k, v, mask=_own, backend="short"))
+    assert added.isfinite().all()
+
+
 def test_queries_that_see_nothing_give_zero():
     q, k, v = _qkv()
     out = flexmasks.attention(q, k, v, mask=_hides_rows)

@@ -101,7 +101,7 @@ def _refuses_numbers(call: Call) -> str | None:
         return "it takes scales above 0 only"
     if call.q.shape[2] < MIN_QUERIES:
         return "it does not split the keys among processors, which few queries need"
-    if not call.is_traced and (compat.transforms_active() or transformed()):
+    if compat.transforms_active() or transformed():
         return "it does not run inside transforms of torch.func"
     return None
 

@@ -23,7 +23,7 @@ def refuses(call: Call) -> str | None:
     is_known = window is not None and window.left is None and window.sequences is None
     if window is None or not is_known or (window.right is not None and (window.right, window.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
-    if not call.is_traced and transformed():
+    if transformed():
         return TRANSFORMED
     if call.score is not None:
         return "it has no score changes"

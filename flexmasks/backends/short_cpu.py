@@ -84,7 +84,7 @@ class CpuShortReplay(ShortReplay):
         else:
             visible = cast(MaskPlan, call.mask).whole.visible
         bias = None if call.score is None else cast(ScorePlan, call.score).added
-        numbers = torch.zeros(()) if bias is None else bias.product()
+        numbers = torch.zeros((), dtype=torch.float32) if bias is None else bias.product()
         groups = call.q.shape[1] // call.k.shape[1]
         hidden_rows = ~visible.any(-1)
         added = torch.where(visible, numbers, -math.inf)

@@ -72,7 +72,7 @@ class _Traced:
 
     def mod(self) -> Callable[..., Tensor]:
         """The function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
-        with compat.without_dispatch_modes():
+        with compat.without_modes():
             value, size = without_traced(cast(Modifier, self.value), self.size)
             offset = _zeros_like(self.offset) if isinstance(self.offset, Tensor) else compat.size_hint(self.offset)
             mod = value.bind(value.resolve(size), size.heads, for_kernels=True)
@@ -127,7 +127,7 @@ class TracedMask(_Traced):
         """Whether kernels read tensors that the library makes for them."""
         if self.value is None or not self.value.has_other_function():
             return False
-        with compat.without_dispatch_modes():
+        with compat.without_modes():
             alone, known = without_traced(self.value, self.size)
             return reads_made_tensors(alone, alone.resolve(known))
 

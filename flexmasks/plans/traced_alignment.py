@@ -40,7 +40,8 @@ def in_graph_offset(q_offset: Offset, q: Tensor) -> Offset:
     """Return where queries start, as graphs take it; a symbolic number other than 0 becomes a tensor."""
     if isinstance(q_offset, Tensor):
         return q_offset
-    if compat.has_static_value(q_offset) or q_offset == 0:
+    # A comparison would tie an exported program to its result.
+    if compat.has_static_value(q_offset) or (not compat.is_exporting() and q_offset == 0):
         return int(compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
     return torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
 
@@ -49,5 +50,5 @@ def in_graph_offset(q_offset: Offset, q: Tensor) -> Offset:
 def _readers(encoded: Any, encoded_score: Any, q: Tensor, k: Tensor) -> Tensor:
     """Return a tensor as long as the number of functions that may read the query's position."""
     values = [decode(kind, x) for kind, x in (("mask", encoded), ("score", encoded_score)) if x != UNKNOWN]
-    with compat.without_dispatch_modes():
+    with compat.without_modes():
         return torch.empty(sum(reads_queries(*without_traced(v, size_of(q, k))) for v in values))

@@ -119,7 +119,7 @@ def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
 def added_by(score_mod: Callable[..., Tensor], size: Size) -> Tensor:
     """What a score_mod adds, see `added_of`; with gradients, where they are wanted."""
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
-    added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
+    added = over_indices(score_mod, (None,))(torch.zeros((), dtype=size.dtype, device=size.device), *indices)
     for dim in range(3):
         if added.stride(dim) == 0:  # vmap has expanded what does not depend on this index
             added = added.narrow(dim, 0, 1)
