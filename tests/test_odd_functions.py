@@ -145,7 +145,7 @@ def _form(name: str) -> Iterator[Callable[..., Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         if name == "function":
             patch.setattr(forms, "_is_as_fast", lambda call: False)
-            patch.setattr(mask_plan, "encode", _no_data)
+            patch.setattr(mask_plan, "data_of", _no_data)
         yield flexmasks.attention
 
 

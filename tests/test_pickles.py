@@ -490,10 +490,10 @@ def test_pickles_of_block_masks_without_a_checksum() -> None:
 
 def test_damaged_pickles_of_block_masks() -> None:
     """Kernels would read memory outside of their tensors."""
-    of_mask, decode = (
+    of_mask, of_bits = (
         flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=data).__reduce__()[1] for data in (False, True)
     )
-    loaded_block_mask(*of_mask), loaded_block_mask(*decode)
+    loaded_block_mask(*of_mask), loaded_block_mask(*of_bits)
     lists, lengths, size, state, checksum = of_mask
     with pytest.raises(ValueError, match="damaged"):
         loaded_block_mask(lists, lengths, size, state, checksum + 1)
@@ -510,10 +510,10 @@ def test_damaged_pickles_of_block_masks() -> None:
     short = get_mask("document", document_ids=IDS[:, :9])
     with pytest.raises(ValueError, match="document_ids"):
         loaded_block_mask(lists, lengths, size, _with(state, 1, short))
-    words, table = decode[3][1:]
+    words, table = of_bits[3][1:]
     for place, wrong in ((1, words[:, :1]), (1, words.long()), (2, table + len(words)), (2, table - 1), (2, table[:1])):
         with pytest.raises(ValueError, match="damaged"):
-            loaded_block_mask(*decode[:3], _with(decode[3], place, wrong))
+            loaded_block_mask(*of_bits[:3], _with(of_bits[3], place, wrong))
 
 
 def test_block_masks_of_torch_are_left_alone() -> None:
