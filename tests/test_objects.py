@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -174,3 +175,28 @@ def test_functions_over_sparse_and_nested_tensors(layout: str) -> None:
     if layout != "nested":
         with pytest.raises(ValueError, match=r"use `\.to_dense\(\)`"):
             flexmasks.attention(q, k, v, score=held)
+
+
+def test_callable_objects_and_partials_are_registered() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    want = flexmasks.attention(q, k, v, mask="causal")
+
+    class Causal:
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return q >= kv
+
+    def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, far: int) -> Tensor:
+        return (q >= kv) & (q - kv <= far)
+
+    for name, function in (("causal_object", Causal()), ("near_partial", functools.partial(near, far=8))):
+        for _ in range(2):  # as a module that is loaded again
+            flexmasks.register_mask(name=name)(function)
+        assert torch.allclose(flexmasks.attention(q, k, v, mask=name), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scale", "q", "layout"])
+def test_parameters_are_not_named_as_arguments_of_the_call(name: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def odd(b, h, i, j, *, {name}=1): return i >= j", namespace)
+    with pytest.raises(ValueError, match=f"the parameter `{name}` of 'odd' needs another name"):
+        flexmasks.register_mask()(namespace["odd"])

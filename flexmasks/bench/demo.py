@@ -87,5 +87,5 @@ def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
     for totals in zip(*times.values(), strict=True):
         for row, total in zip(rows, totals, strict=True):
             row += [total, f"{total / totals[0]:.2f} x"]
-    header = ["", *(text for column in columns for text in (column, "ours is faster"))]
+    header = ["", *(text for column in columns for text in (column, "times as long as ours"))]
     return tabulate(rows, headers=header, floatfmt=".2f")

@@ -13,6 +13,7 @@ from flexmasks import compat
 from flexmasks.spec.by_name import KEYWORDS_ELSEWHERE, says_what_to_write
 from flexmasks.spec.definitions import (
     CHAIN,
+    KEYWORDS,
     Definition,
     advice_on_tensor,
     constructed_by,
@@ -35,11 +36,6 @@ Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment
 Layout = Literal["bhsd", "bshd"]
 Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
-# Keyword arguments of `attention`, which may be misspelt.
-_ARGUMENTS = (
-    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
-    "kernel_options", "layout",
-)  # fmt: skip
 # Keyword arguments of other libraries for tensors, and what they are here.
 _TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
@@ -128,8 +124,8 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
             for d, given in targets
         )
         hint = f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
-        if name not in _ARGUMENTS and not compat.is_compiling():  # torch cannot trace difflib
-            near = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
+        if name not in KEYWORDS and not compat.is_compiling():  # torch cannot trace difflib
+            near = difflib.get_close_matches(name, KEYWORDS, n=1, cutoff=0.7)
             hint += "".join(f"; or is it the argument `{n}`" for n in near)
     return f"no parameter is named `{name}`; {hint}"
 

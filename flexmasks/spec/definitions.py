@@ -22,6 +22,11 @@ from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
+# Keyword arguments of `attention`, by which no mask or score can have a parameter.
+KEYWORDS = (
+    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
+    "kernel_options", "layout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,10 @@ from flexmasks.spec.values import Mask, Modifier, Score
 _MAKE_IT_OUTSIDE = (
     "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
 )
+_PASS_THEM = (
+    "pass them by name, as parameters behind `*` in its signature: attention(..., mask=function, ids=ids); or "
+    f"{_MAKE_IT_OUTSIDE}"
+)
 _PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it with flexmasks.get_mask(function)."
 _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
@@ -84,7 +88,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
         name = f"{_noted(known.ways, known.text, constants, *known.functions)}"
         captured = read(known.functions, known.leaves)
     elif function.__code__.co_freevars:  # not a Mask made outside
-        _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
+        _fail(f"{what} captures variables; {_PASS_THEM}")
     else:
         name = f"{_noted_alone(function)}"
     if name.startswith(_PROBLEM):

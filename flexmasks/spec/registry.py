@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import OPERATORS, Definition, define, names
+from flexmasks.spec.definitions import KEYWORDS, OPERATORS, Definition, define, names
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -182,9 +182,14 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         _check_compiled(made)
+        if taken := [p for p in made.parameters if p in ("q", "k", "v", *KEYWORDS)]:
+            raise ValueError(
+                f"flexmasks.register_{kind}: the parameter `{taken[0]}` of {made.name!r} needs another name: it is an "
+                "argument of flexmasks.attention, which would never hand it on."
+            )
         known = names(kind).get(made.name) or OPERATORS.get((kind, made.name))
         earlier = known.function if known is not None else function
-        if (earlier.__module__, earlier.__qualname__) != (function.__module__, function.__qualname__):
+        if _place_of(earlier) != _place_of(function):
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")
         if known is not None and known.own:  # caches know an own definition by its name
             clear_caches()
@@ -192,6 +197,12 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         return function
 
     return decorator
+
+
+def _place_of(function: Function) -> tuple[str, str]:
+    """Return where a function, or the class of a callable object, is defined."""
+    place = function if hasattr(function, "__qualname__") else type(function)
+    return place.__module__, place.__qualname__
 
 
 def _check_compiled(d: Definition) -> None:
