@@ -74,6 +74,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 }
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
+_MUST_TRACE = ()  # no output has this shape
 _BITS = "bits"  # begins an encoded mask whose bits are known, see `Described.visible`
 
 
@@ -112,7 +113,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         constants = text_of_constants((request.backend_name, block_size, sizes, *facts))
         given = encoded, offset, encoded_score, q_offset, q, k, v, scale
         results = _attend(constants, request.sink_logits, lists, options, *given)
-        if results[0].ndim:
+        if results[0].shape != _MUST_TRACE:
             lse = results[1] if request.return_lse else None
             return Result(results[0], lse, has_sinks=request.sink_logits is not None)
     return _run_traced(request, mask, score, block_mask, size, *arguments)
@@ -135,7 +136,7 @@ def _attend(
 ) -> tuple[Tensor, ...]:
     """Return output, and lse if it is wanted, of a call whose functions are encoded.
 
-    The result is a tensor without dimensions if torch must trace the call: by slices, which are checkpointed.
+    The result is a tensor of the shape _MUST_TRACE if torch must trace the call: by slices, which are checkpointed.
 
     constants: the text of the backend's name, the size of given blocks, the sizes of the mask, and `_Facts`.
     sinks: logits that are folded into both.
@@ -161,7 +162,7 @@ def _attend(
             out, lse = short_gpu.attend_traced(call)
         elif name == "reference":
             if q.device.type != "cpu" or compat.transforms_active():
-                return (torch.empty(()),)
+                return (torch.empty(_MUST_TRACE),)
             out, lse = _by_tiles(call, lists, of_mask, encoded_score)
         else:
             mask_mod, score_mod = _functions_of(call, of_mask, name, ways)

@@ -419,7 +419,7 @@ FAULTS: list[Fault] = [
     Fault("kernels/whole_mask_kernel.py", "        acc += d_scores\n", "        acc = d_scores\n", _WHOLE_MASK),
     Fault(
         "spec/templates.py",
-        "_content(structure.kind, with_signs=False)",
+        "_content(structure.key_without_numbers, with_signs=False)",
         '""',
         ("tests/test_inside_compile.py::test_what_functions_captured_may_change",),
     ),

@@ -678,7 +678,7 @@ def test_a_call_with_sinks_is_another_kind() -> None:
     kinds, keys = set(), set()
     for sinks in (None, torch.zeros(2)):
         request = Request("causal", None, {}, None, None, 0, sinks, True, "auto", None)
-        kinds.add(plan_call(q, q, q, request).call.kind)
+        kinds.add(plan_call(q, q, q, request).call.outcome_key)
         known = calls.key_and_tensors(q, q, q, request)
         assert known is not None
         keys.add(known[0])

@@ -187,8 +187,8 @@ class Call:
         return str(self.q.dtype).removeprefix("torch.")
 
     @property
-    def kind(self) -> Hashable:
-        """Key of what decides whether a backend can run the call."""
+    def outcome_key(self) -> Hashable:
+        """Key of what decides whether a backend can run the call, without lengths, see OUTCOMES."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
         starts_by_tensor = isinstance(self.q_offset, Tensor)
@@ -212,8 +212,8 @@ class Call:
         return {}
 
     @functools.cached_property
-    def looks(self) -> dict[bool, str]:
-        """Findings about the mask's function, by False, and the score's, by True; see `forms`."""
+    def findings(self) -> dict[str, str]:
+        """What a look at the functions of "mask" and "score" has found; see `forms`."""
         return {}
 
     @functools.cached_property
@@ -281,7 +281,7 @@ def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
     the next call of the kind is differentiated.
     """
-    kind = "proven", replay.key, call.kind
+    kind = "proven", replay.key, call.outcome_key
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     unproven = needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active()
     if unproven and _has_gradients(call, replay, *more):

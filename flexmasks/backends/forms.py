@@ -75,9 +75,10 @@ def way_in_trace(call: Call, is_score: bool) -> str:
 
     A key of WAYS_IN_TRACE, or "" for the function as it is.
     """
-    if is_score not in call.looks:
-        call.looks[is_score] = _look_in_trace(call, is_score)
-    return call.looks[is_score]
+    part = "score" if is_score else "mask"
+    if part not in call.findings:
+        call.findings[part] = _look_in_trace(call, is_score)
+    return call.findings[part]
 
 
 def _look_in_trace(call: Call, is_score: bool) -> str:
@@ -220,9 +221,10 @@ def _way_to_rewrite(
 
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
     """Return why a call's function may be computed otherwise, one of WAYS, or ""."""
-    if is_score not in call.looks:
-        call.looks[is_score] = _look(call, function, call.kernel_key[is_score], is_score)
-    return call.looks[is_score]
+    part = "score" if is_score else "mask"
+    if part not in call.findings:
+        call.findings[part] = _look(call, function, call.kernel_key[is_score], is_score)
+    return call.findings[part]
 
 
 def _look(call: Call, function: Callable[[], Callable[..., Tensor]], key: Hashable, is_score: bool) -> str:

@@ -89,7 +89,7 @@ def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | No
         structure, leaves = flatten(function)
         inputs = _varying(known, _values(leaves.numbers))
         constants = [n for k, n in enumerate(leaves.numbers) if k not in inputs]
-        key = "inputs", structure.kind, inputs, _values(constants)
+        key = "inputs", structure.key_without_numbers, inputs, _values(constants)
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         made = with_inputs(structure, leaves, {k: leaves.numbers[k].tensor(dtype, call.q.device) for k in inputs})
     except Opaque as error:

@@ -42,6 +42,13 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def plan(call: Call) -> str:
+    """Say what takes the place of a plan of blocks, or "" if nothing does."""
+    if call.q.device.type in _ON_GPU:
+        return ""
+    return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
+
+
 def run(call: Call) -> Result:
     """Run the call."""
     if call.q.device.type in _ON_GPU:

@@ -44,10 +44,10 @@ class Uncompiled:
 
 
 def uncompiled(call: Call) -> Uncompiled:
-    known = _UNCOMPILED.get(call.kind)
+    known = _UNCOMPILED.get(call.outcome_key)
     if known is None:
         known = Uncompiled()
-        _UNCOMPILED.put(call.kind, (), known, FACT)
+        _UNCOMPILED.put(call.outcome_key, (), known, FACT)
     return known
 
 

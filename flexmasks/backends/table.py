@@ -88,7 +88,7 @@ BACKENDS = {
             "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
             reads_any_dtype=True, can_be_traced=True,
         ),
-        Backend("short", short.refuses, short.run, compiles=short.compiles, can_be_traced=True),
+        Backend("short", short.refuses, short.run, compiles=short.compiles, plan=short.plan, can_be_traced=True),
         Backend("reference", reference.refuses, reference.run, reads_any_dtype=True, can_be_traced=True),
     )
 }  # fmt: skip
@@ -186,7 +186,7 @@ def _reason_against(backend: Backend, call: Call) -> str | None:
     reason = why_not(backend.name, call)
     if reason or call.is_traced:
         return reason
-    kind = backend.name, call.kind
+    kind = backend.name, call.outcome_key
     return OUTCOMES.get(kind) or OUTCOMES.get((*kind, *_lengths(call)))
 
 
@@ -275,7 +275,7 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     """
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     if not _is_special(call):
-        kind, reason = (name, call.kind), f"it failed before: {why}"
+        kind, reason = (name, call.outcome_key), f"it failed before: {why}"
         if OUTCOMES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
             OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, FACT)
             OUTCOMES.put((*kind, *_lengths(call)), (), reason, FACT)

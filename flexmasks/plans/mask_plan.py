@@ -418,7 +418,7 @@ class GivenPlan:
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
         structure, leaves = flatten(self._block_mask.mask_mod)
-        return structure.kind, leaves.numbers
+        return structure.key_without_numbers, leaves.numbers
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)

@@ -158,7 +158,7 @@ class Plan:
     def numbers(self) -> tuple[Hashable, list[Number]]:
         """The key of a compiled kernel without values of numbers, and the numbers. Raises Opaque if it is opaque."""
         structure, leaves = self._of_kernel
-        return structure.kind, leaves.numbers
+        return structure.key_without_numbers, leaves.numbers
 
     @property
     def is_own(self) -> bool:

@@ -183,7 +183,7 @@ def _copy_of_function(parts: _FunctionParts, number: int, filling: Filling) -> C
 class Structure:
     """What is left of a value without its leaves. It holds none of them."""
 
-    _kind: Hashable
+    _key: Hashable
     _numbers: Sequence[int | float]
     _recipe: Recipe
     unreadable: str  # what could not be read, in words, or ""
@@ -193,16 +193,16 @@ class Structure:
     reads_objects: bool  # attributes of objects, which others may change
 
     @property
-    def kind(self) -> Hashable:
+    def key_without_numbers(self) -> Hashable:
         """Key of the value without the contents of tensors and without numbers. Raises Opaque."""
         if self.unreadable:
             raise Opaque(self.unreadable)
-        return self._kind
+        return self._key
 
     @property
     def key(self) -> Hashable:
         """Key of the value without the contents of tensors. Raises Opaque."""
-        return self.kind, *[repr(n) if type(n) is float else n for n in self._numbers]
+        return self.key_without_numbers, *[repr(n) if type(n) is float else n for n in self._numbers]
 
     def fill(self, tensors: Sequence[Any], numbers: Sequence[Any] | None = None, has_own_globals: bool = False) -> Any:
         """Return the value with other leaves, in the order of `Leaves`.

@@ -53,7 +53,7 @@ def captured_of(*functions: Any) -> Captured | str:
     if any(isinstance(value, Readable) for _, value, *_ in walk.seen.values()):
         return "a Mask or Score inside a function; combine masks with `&`, `|` and `~` instead"
     tensors, numbers, constants = map(tuple, walk.ways)
-    text = hashlib.sha256(_content(structure.kind, with_signs=False).encode()).hexdigest()
+    text = hashlib.sha256(_content(structure.key_without_numbers, with_signs=False).encode()).hexdigest()
     return Captured(functions, tensors + numbers, constants, repr(tensors + numbers), text)
 
 
@@ -83,8 +83,8 @@ def noted(*functions: Any) -> str:
     users have registered, so functions that call them get other names each time, except in exported programs.
     """
     structure, leaves = flatten(functions, elements=True)
-    name = hashlib.sha256(_content(structure.kind).encode()).hexdigest()
-    if _may_read_registry(structure.kind) and not compat.is_exporting():
+    name = hashlib.sha256(_content(structure.key_without_numbers).encode()).hexdigest()
+    if _may_read_registry(structure.key_without_numbers) and not compat.is_exporting():
         name += uuid.uuid4().hex
     _TEMPLATES.put(name, (), (structure, len(leaves.tensors)), FACT)
     return name
