@@ -64,11 +64,13 @@ class Plan(HeldPlan):
 
         Args:
             **tensors: new values by the names of parameters or captured variables, or as q_offset; tensors of the same
-                shape and device, or lists. A name that several parts of the mask have stands for all of them.
+                shape and device, or lists. A name that several parts of the mask have stands for all of them. None may
+                require a gradient.
 
         Raises:
             ValueError, TypeError: there is no such tensor, or the value does not fit it.
             RuntimeError: a CUDA graph holds a call that cannot be planned in its memory.
+            The plan is then as it was.
 
         Example:
             >>> import torch, flexmasks

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.plans.checks import ATTENTION, fail
+from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.recorded import Form
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
-from flexmasks.spec.parameters import Size, describe, listed
+from flexmasks.spec.parameters import Size, describe, in_message, listed
 from flexmasks.spec.structure import Leaves, Opaque, Structure, flatten
 from flexmasks.spec.values import Mask, Score
 
 _HOST = torch.device("cpu")
+_COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
 _MAX_LAUNCHES = 64  # kinds of calls that one plan remembers
 
 
@@ -37,21 +38,28 @@ class Launch:
     is_captured: bool = False  # a CUDA graph holds it
 
     def with_new_values(self, known: set[int]) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the tensors that it reads, each with its new value, or None if they do not fit.
+        """Return the tensors that it reads, each with its new value, or None if they cannot have it.
 
-        known: ids of tensors that have their new values, to which these are added.
+        known: ids of tensors whose new values other launches have made, to which these are added.
         """
+        if self.forms is None:
+            return None
         pairs: list[tuple[Tensor, Tensor]] = []
-        for plan, name, block_size, form in self.forms or ():
+        own: set[int] = set()
+        for plan, name, block_size, form in self.forms:
             ids = set(map(id, form.tensors))
-            if not form.inputs or ids <= known:
+            if not form.inputs or ids <= known | own:
                 continue
-            known |= ids
-            made = plan.again().form(name, block_size).tensors
+            own |= ids
+            try:
+                made = plan.again().form(name, block_size).tensors
+            except Opaque:
+                return None
             layouts = ([(t.shape, t.dtype) for t in tensors] for tensors in (form.tensors, made))
             if next(layouts) != next(layouts):
                 return None
             pairs += [(old, new) for old, new in zip(form.tensors, made, strict=True) if old is not new]
+        known |= own  # only now: a launch that is forgotten makes no values for others
         return pairs
 
 
@@ -95,25 +103,29 @@ class HeldPlan:
     def __post_init__(self) -> None:
         if compat.is_compiling():  # torch traces no copies of functions, and keeps equal results by itself
             return
-        structure, leaves = flatten((self.mask, self.score, self.q_offset))
+        structure, leaves = flatten((self.mask, self.score), by_name=True)
+        of_offset = [self.q_offset] if isinstance(self.q_offset, Tensor) else []
         is_global = any(place is not None and place.kind == "global variable" for place in leaves.places)
-        learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in leaves.all_tensors)
+        all_tensors = [*leaves.all_tensors, *of_offset]
+        learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in all_tensors)
         if structure.unreadable or not structure.is_whole or structure.reads_objects or is_global or learns:
             return
-        if leaves.tensors:
-            self._own_tensors(structure, leaves)
-        if self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
+        if all_tensors:
+            self._own_tensors(structure, leaves, of_offset)
+        is_sized = self.sizes.batch is not None and self.sizes.heads is not None
+        if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
         self.is_own = True
 
-    def _own_tensors(self, structure: Structure, leaves: Leaves) -> None:
-        own = leaves.tensors
+    def _own_tensors(self, structure: Structure, leaves: Leaves, of_offset: list[Tensor]) -> None:
+        own = [*leaves.tensors, *of_offset]
         if not self.of_one_step or any(t.is_inference() for t in own):  # those of inference mode have no versions
             with torch.inference_mode(False), torch.no_grad():
                 own = [t.detach().clone(memory_format=torch.contiguous_format) for t in own]
-            self.mask, self.score, self.q_offset = structure.fill(own)
-        for place, tensor in zip(leaves.places, own, strict=True):
-            name = "q_offset" if tensor is self.q_offset else "" if place is None else place.name
+            self.mask, self.score = structure.fill(own)
+            self.q_offset = own[-1] if of_offset else self.q_offset
+        names = ["" if place is None else place.name for place in leaves.places]
+        for name, tensor in zip([*names, "q_offset"], own, strict=False):
             self.tensors.setdefault(name, []).append(tensor)
         self._versions = self._present_versions()
 
@@ -153,65 +165,116 @@ class HeldPlan:
             )
         new = {name: self._checked(name, value) for name, value in given.items()}
         if self.sizes.device == _HOST:
-            others = {id(own): value for name, value in new.items() for own in self.tensors[name]}
-            structure, leaves = flatten((self.mask, self.score, self.q_offset))
-            self._check_values(*structure.fill([others.get(id(t), t) for t in leaves.tensors]))
+            self._check_new_values(new)
         held = [key for key, launch in self.launches.items() if launch.is_captured and launch.forms is None]
         if held:
             raise RuntimeError(
                 "flexmasks.Plan.update: a CUDA graph holds a call whose backend reads values of tensors when it plans; "
                 "capture it again with a new plan, or choose another backend."
             )
+        places = [(own, value) for name, value in new.items() for own in self.tensors[name]]
+        is_known = self._versions == self._present_versions()  # else calls see that somebody wrote into the tensors
         with torch.inference_mode(False), torch.no_grad():
-            for name, value in new.items():
-                for own in self.tensors[name]:
-                    own.copy_(value)
-            self._refresh()
+            former = [(own, own.clone()) for own, _ in places]
+            _write(places)
+            try:
+                pairs = self._with_new_values()
+            except Exception:
+                _write(former)
+                self._versions = self._present_versions() if is_known else self._versions
+                raise
+        with torch.inference_mode():  # what a call inside it has made can be written nowhere else
+            _write(pairs)
+            for launch in self.launches.values():
+                launch.replay.refresh()
         self._versions = self._present_versions()
 
     def _checked(self, name: str, value: Any) -> Tensor:
+        """The new value of a tensor, in its dtype."""
         if name not in self.tensors or not name:
             known = ", ".join(f"`{n}`" for n in self.tensors if n) or "none"
             fail(f"the plan has no tensor `{name}`; it has {known}. Numbers are fixed: make a new plan.", call=_UPDATE)
         own = self.tensors[name]
-        value = listed(value, self.sizes.device)
-        shapes = {t.shape for t in own}
-        if not isinstance(value, Tensor) or shapes != {value.shape} or value.device != own[0].device:
-            got = describe(value) + (f" on {value.device}" if isinstance(value, Tensor) else "")
-            fail(f"`{name}` must be {describe(own[0])} on {own[0].device}, got {got}.", call=_UPDATE)
-        if not torch.can_cast(value.dtype, own[0].dtype):
-            fail(f"`{name}` must have dtype {own[0].dtype}, got {value.dtype}.", TypeError, _UPDATE)
-        return value
+        if len({t is self.q_offset for t in own}) > 1:
+            fail(
+                "`q_offset` is where the queries start, and a variable of the mask or score too: make the plan again, "
+                "with another name for the variable.",
+                call=_UPDATE,
+            )
+        made = listed(value, _HOST)
+        is_list = made is not value
+        if not isinstance(made, Tensor):
+            fail(f"`{name}` must be {described(own[0])}, got {in_message(value)}.", call=_UPDATE)
+        if made.is_nested or made.layout != torch.strided:
+            fail(f"`{name}` must be a dense tensor, got {described(made)} ({made.layout}).", call=_UPDATE)
+        if {t.shape for t in own} != {made.shape} or not (is_list or made.device == own[0].device):
+            fail(f"`{name}` must be {described(own[0])}, got {described(made)}.", call=_UPDATE)
+        dtype = own[0].dtype
+        if not torch.can_cast(made.dtype, dtype):
+            fail(f"`{name}` must have dtype {dtype}, got {made.dtype}.", TypeError, _UPDATE)
+        if _may_wrap(made, dtype):
+            fail(f"`{name}` must have dtype {dtype}, got {made.dtype}, whose numbers may not fit.", TypeError, _UPDATE)
+        if made.requires_grad or compat.is_wrapped(made):
+            fail(
+                f"`{name}` must not learn: the plan would keep its values alone. Pass `{name}.detach()`, or make a new "
+                "plan of a tensor that requires a gradient, or that belongs to a transform of torch.func.",
+                call=_UPDATE,
+            )
+        return made.to(own[0].device, dtype)
+
+    def _check_new_values(self, new: dict[str, Tensor]) -> None:
+        others = {id(own): value for name, value in new.items() for own in self.tensors[name]}
+        structure, leaves = flatten((self.mask, self.score, self.q_offset))
+        try:
+            self._check_values(*structure.fill([others.get(id(t), t) for t in leaves.tensors]))
+        except (ValueError, TypeError):
+            try:
+                self._check_values(self.mask, self.score, self.q_offset)
+            except (ValueError, TypeError):  # the sizes that are not known are others: the next call checks the values
+                return
+            raise
 
     def _check_values(self, mask: Mask, score: Score | None, q_offset: Offset) -> None:
-        """Check the values of parameters, if all sizes are known."""
+        """Check the values of parameters. Sizes that are not known are those that shapes imply, or 1."""
+        values = [value for value in (mask, score) if value is not None]
+        of_offset = [len(q_offset)] if isinstance(q_offset, Tensor) else []
+        batch = max([1, *of_offset, *(v.implied_size("B") or 1 for v in values)])
+        heads = max(v.implied_size("H") or 1 for v in values)
         sizes = self.sizes
-        if sizes.batch is None or sizes.heads is None:
-            return
-        size = sized(Size(sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len, _HOST), q_offset)
-        for value in (mask, score):
-            if value is not None:
-                value.resolve(size)
+        size = Size(sizes.batch or batch, sizes.heads or heads, sizes.q_len, sizes.kv_len, _HOST)
+        size = sized(size, q_offset)
+        for value in values:
+            value.resolve(size)
 
-    def _refresh(self) -> None:
-        """Write new values into what calls read, and forget the calls where that cannot be done."""
+    def _with_new_values(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what calls read, with new values, and forget the calls that cannot have them."""
         known: set[int] = set()
-        for key, launch in list(self.launches.items()):
-            try:
-                pairs = None if launch.forms is None else launch.with_new_values(known)
-            except Opaque:
-                pairs = None
-            if pairs is not None:
-                for old, value in pairs:
-                    old.copy_(value)
-                launch.replay.refresh()
-            elif launch.is_captured:
-                raise RuntimeError(
-                    "flexmasks.Plan.update: a CUDA graph holds a call whose tensors have other shapes for these "
-                    "values; capture it again with a new plan."
-                )
-            else:
-                del self.launches[key]
+        found = {key: launch.with_new_values(known) for key, launch in self.launches.items()}
+        forgotten = [key for key, pairs in found.items() if pairs is None]
+        if any(self.launches[key].is_captured for key in forgotten):
+            raise RuntimeError(
+                "flexmasks.Plan.update: a CUDA graph holds a call whose tensors have other shapes for these values; "
+                "capture it again with a new plan."
+            )
+        for key in forgotten:
+            del self.launches[key]
+        return [pair for pairs in found.values() for pair in pairs or ()]
+
+
+def _write(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for place, value in pairs:
+        place.copy_(value)
+
+
+def _may_wrap(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether whole numbers may become others in a dtype. They are looked at where the host may do it at once."""
+    if value.dtype in (dtype, torch.bool) or dtype.is_floating_point or dtype.is_complex:
+        return False
+    given, own = torch.iinfo(value.dtype), torch.iinfo(dtype)
+    if own.min <= given.min and given.max <= own.max:
+        return False
+    may_look = value.device == _HOST and {value.dtype, dtype} <= _COMPARED
+    return not may_look or bool((value.to(dtype) != value).any())
 
 
 _UPDATE = "flexmasks.Plan.update"
@@ -230,4 +293,5 @@ def unwrapped(q: Any, k: Any, request: Any) -> Any:
     if request.score is not None and held.score is not None:
         fail("the plan has a score change; pass `score` to `flexmasks.plan` or to this call, not to both.", TypeError)
     score = held.score if request.score is None else request.score
-    return request._replace(mask=held.mask, score=score, q_offset=held.q_offset)
+    q_offset = listed(held.q_offset, getattr(q, "device", None))  # inside torch.compile a plan has it as it was given
+    return request._replace(mask=held.mask, score=score, q_offset=q_offset)

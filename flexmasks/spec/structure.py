@@ -215,7 +215,7 @@ class Structure:
 
 
 def flatten(
-    value: Any, *, contents: bool = True, lifts: bool = False, elements: bool = False
+    value: Any, *, contents: bool = True, lifts: bool = False, elements: bool = False, by_name: bool = False
 ) -> tuple[Structure, Leaves]:
     """Take a value apart.
 
@@ -223,8 +223,9 @@ def flatten(
         Without them it describes a kernel, which takes the elements as inputs, and cannot be filled.
     lifts: leave out the numbers that `Modifier.resolve` makes tensors.
     elements: whether numbers in tuples and lists are leaves, too.
+    by_name: whether a tensor that stands in places of several names is a leaf of each name.
     """
-    walk = Walk(contents, lifts, elements)
+    walk = Walk(contents, lifts, elements, by_name)
     return walk.structure(value), walk.leaves
 
 
@@ -315,8 +316,10 @@ class Walk:
         taken at each of them, because one of them may change.
     """
 
-    def __init__(self, contents: bool = True, lifts: bool = False, elements: bool = False) -> None:
-        self.contents, self.lifts, self.elements = contents, lifts, elements
+    def __init__(
+        self, contents: bool = True, lifts: bool = False, elements: bool = False, by_name: bool = False
+    ) -> None:
+        self.contents, self.lifts, self.elements, self.by_name = contents, lifts, elements, by_name
         self.leaves = Leaves()
         self._unreadable, self._is_whole = "", True
         self._global_depth = 0
@@ -351,7 +354,7 @@ class Walk:
                 return self._number(value, place, None)
             return (kind, repr(value)), lambda _: value
         known = self.seen.get(id(value))
-        if known is not None and not self._takes_again(value, known[0]):
+        if known is not None and not self._takes_again(value, known, place):
             number = known[0]  # of a tensor in two places, or of a function that refers to itself
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number, self._count = self._count, self._count + 1
@@ -393,9 +396,13 @@ class Walk:
             keys.append((name, key))
         return tuple(keys), lambda filling: types.SimpleNamespace(**filling.dictionary(recipes))
 
-    def _takes_again(self, value: Any, number: int) -> bool:
-        is_finished = number in self._recipes
-        return self.elements and is_finished and isinstance(value, Tensor | tuple | list | dict)
+    def _takes_again(self, value: Any, known: tuple[int, Any, Any], place: Any) -> bool:
+        number, _, former = known
+        if number not in self._recipes:  # it holds itself
+            return False
+        if self.by_name and isinstance(value, Tensor):
+            return _name_of(former) != _name_of(place)
+        return self.elements and isinstance(value, Tensor | tuple | list | dict)
 
     def _way(self, place: Any) -> Way:
         """The way from the root to a place."""
@@ -554,6 +561,10 @@ class Walk:
             None if plain else function.__annotations__, own,
         )  # fmt: skip
         return tuple(key), partial(_copy_of_function, parts, self.seen[holder][0])
+
+
+def _name_of(place: Any) -> str:
+    return "" if place is None else Place(*place).name
 
 
 def is_empty(cell: types.CellType) -> bool:

@@ -1,0 +1,255 @@
+"""Updates of plans that a user holds: which tensors a name means, which values fit, and what an error leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexmasks
+
+LENGTH = 100
+
+
+def qkv(length: int = LENGTH, q_len: int | None = None) -> list[Tensor]:
+    return [torch.randn(2, 2, n, 16) for n in (q_len or length, length, length)]
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    assert error(got, want) < TOLERANCE[got.dtype]
+
+
+def numbers(most: int) -> Tensor:
+    return torch.randint(0, most, (2,))
+
+
+def tables(most: int) -> Tensor:
+    return torch.randint(0, most, (LENGTH,))
+
+
+def in_tuple(lens: Tensor) -> Callable[..., Tensor]:
+    held = (lens,)
+    return lambda b, h, q, kv: kv < held[0][b]
+
+
+def by_argument(x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: (x[q] <= y[kv]) | (q == kv)
+
+
+# A mask and where queries start, of tensors by their names.
+SHARED: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], Tensor]]] = {
+    "seq_lens, q_offset": (
+        lambda seq_lens, q_offset: flexmasks.get_mask("padding", seq_lens=seq_lens) & flexmasks.get_mask("causal"),
+        lambda seq_lens, q_offset: q_offset,
+        numbers,
+    ),
+    ", q_offset": (lambda lens, q_offset: in_tuple(lens), lambda lens, q_offset: q_offset, numbers),
+    "document_ids, span_ids": (
+        lambda document_ids, span_ids: (
+            flexmasks.get_mask("document", document_ids=document_ids)
+            & flexmasks.get_mask("bidirectional_spans", span_ids=span_ids)
+        ),
+        lambda *_: 0,
+        tables,
+    ),
+    "x, y": (by_argument, lambda *_: 0, tables),
+}
+
+
+@pytest.mark.parametrize("names", SHARED)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 99))
+def test_each_name_of_a_tensor_is_updated_alone(names: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    mask, offset, draw = SHARED[names]
+    tensors, shared = qkv(q_len=LENGTH if draw is tables else 5), draw(60)
+    now = [shared, shared]
+    plan = flexmasks.plan(mask(*now), tensors[0].shape[2], LENGTH, q_offset=offset(*now), score="alibi")
+    for place in (1, 0, 1):
+        if name := names.split(", ")[place]:
+            now[place] = draw(60)
+            plan.update(**{name: now[place]})
+        want = flexmasks.attention(*tensors, mask=mask(*now), q_offset=offset(*now), score="alibi")
+        assert_same(flexmasks.attention(*tensors, mask=plan), want)
+
+
+def test_one_name_of_two_places_is_updated_in_both() -> None:
+    tensors, ids = qkv(), tables(3)
+
+    def mask(ids: Tensor) -> flexmasks.Mask:
+        same = flexmasks.get_mask("document", document_ids=ids)
+        return same & ~flexmasks.get_mask("document", document_ids=ids // 2) | flexmasks.get_mask("causal")
+
+    plan = flexmasks.plan(mask(ids), LENGTH)
+    same = flexmasks.plan(
+        flexmasks.get_mask("document", document_ids=ids) & ~flexmasks.get_mask("document", document_ids=ids), LENGTH
+    )
+    assert len(same.tensors["document_ids"]) == 1
+    new = tables(3)
+    plan.update(document_ids=new)
+    want = flexmasks.get_mask("document", document_ids=new)
+    assert_same(flexmasks.attention(*tensors, mask=plan), flexmasks.attention(*tensors, mask=want & ~want | "causal"))
+
+
+def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
+    q_offset = torch.tensor([50, 20])
+    mask = lambda b, h, q, kv: kv < q_offset[b]  # noqa: E731
+    both = flexmasks.plan(mask, 5, LENGTH, q_offset=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="another name for the variable"):
+        both.update(q_offset=[3, 3])
+    alone = flexmasks.plan(mask, 5, LENGTH, q_offset=0)
+    alone.update(q_offset=[3, 3])
+    assert alone.q_offset == 0
+    tensors = qkv(q_len=5)
+    want = flexmasks.attention(*tensors, mask="padding", seq_lens=[3, 3], q_offset=0)
+    assert_same(flexmasks.attention(*tensors, mask=alone), want)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 1300])
+def test_values_that_learn_are_refused(length: int) -> None:
+    tensors, zeros = qkv(length), torch.zeros(length, length)
+    plan = flexmasks.plan("causal", length, score="dense_bias", bias=zeros)
+    want = flexmasks.attention(*tensors, mask=plan)
+
+    def updated(bias: Tensor) -> Tensor:
+        plan.update(bias=bias)
+        return flexmasks.attention(*tensors, mask=plan).sum()
+
+    biases = torch.ones(2, length, length)
+    for transform, bias in (
+        (lambda f: f, biases[0].requires_grad_()),
+        (torch.func.grad, biases[0]),
+        (torch.vmap, biases),
+    ):
+        with pytest.raises(ValueError, match=r"Plan.update: `bias` must .*Pass `bias.detach\(\)`"):
+            transform(updated)(bias)
+    assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 1300, 1700])
+@pytest.mark.parametrize("modes", ["iii", "oio", "ioo", "oii", "ooi", "iio"])
+def test_updates_of_plans_in_inference_mode(length: int, modes: str) -> None:
+    """The plan, its first call, and the update are each inside inference mode or outside of it."""
+    flexmasks.clear_caches()
+    inside = [mode == "i" for mode in modes]
+    ids, tensors = torch.arange(length), qkv(length)
+    with torch.inference_mode(inside[0]):
+        plan = flexmasks.plan("document", length, document_ids=ids // 30)
+    with torch.inference_mode(inside[1]):
+        flexmasks.attention(*tensors, mask=plan)
+    for size in (10, 70):
+        with torch.inference_mode(inside[2]):
+            plan.update(document_ids=torch.arange(length) // size)
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                got = flexmasks.attention(*tensors, mask=plan)
+            assert_same(got, flexmasks.attention(*tensors, mask="document", document_ids=ids // size))
+
+
+@pytest.mark.parametrize("length", [LENGTH, 1500])
+@pytest.mark.parametrize("sizes", [{}, {"batch": 2}, {"heads": 2}, {"batch": 2, "heads": 2}])
+@pytest.mark.parametrize("name", ["grouped_tril", "packed"])
+def test_updates_that_raise_leave_the_plan(name: str, sizes: dict[str, int], length: int) -> None:
+    tensors = qkv(length)
+    mask, param, right, wrong = {
+        "grouped_tril": (lambda x: flexmasks.get_mask(name, seq_lens=x), "seq_lens", [length, 60], [-5, 2000]),
+        "packed": (lambda x: flexmasks.packed("causal", x), "offsets", [0, 60, length], [0, 60, 2 * length]),
+    }[name]
+    plan = flexmasks.plan(mask(torch.tensor(right)), length, **sizes)
+    want = flexmasks.attention(*tensors, mask=plan)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"\b{param}\b"):
+            plan.update(**{param: torch.tensor(wrong)})
+        assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
+
+
+def _with_table(size: Any, *, groups: Tensor) -> dict[str, Any]:
+    return {"groups": groups, "table": 2 * torch.arange(int(groups.max()) + 1)}
+
+
+@pytest.fixture
+def of_groups() -> str:
+    """The name of a mask that reads a table of as many places as there are groups."""
+
+    @flexmasks.register_mask(prepare=_with_table)
+    def of_groups(
+        b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, groups: Annotated[Tensor, "int[S]"], table: Any = None
+    ) -> Tensor:
+        return table[groups[q]] == table[groups[kv]]
+
+    return "of_groups"
+
+
+def test_all_calls_see_values_of_which_tables_have_another_size(of_groups: str) -> None:
+    """Calls with and without gradients read the same tensors."""
+    tensors, groups = qkv(1300), torch.arange(1300)
+    plan = flexmasks.plan(of_groups, 1300, groups=groups // 50)
+    for size in (50, 200, 100):
+        plan.update(groups=groups // size)
+        want = flexmasks.attention(*tensors, mask="document", document_ids=groups // size, backend="reference")
+        for learns in (False, True):
+            with torch.set_grad_enabled(learns):
+                assert_same(flexmasks.attention(*tensors, mask=plan, backend="flex"), want)
+
+
+def test_updates_that_captured_calls_refuse_leave_the_plan(of_groups: str) -> None:
+    tensors, groups = qkv(1300), torch.arange(1300)
+    plan = flexmasks.plan(of_groups, 1300, groups=groups // 50)
+    want = flexmasks.attention(*tensors, mask=plan, backend="flex")
+    for launch in plan.launches.values():
+        launch.is_captured = True
+    with pytest.raises(RuntimeError, match="other shapes"):
+        plan.update(groups=groups // 200)
+    assert len(plan.launches) == 1
+    assert torch.equal(flexmasks.attention(*tensors, mask=plan, backend="flex"), want)
+    assert torch.equal(flexmasks.attention(*tensors, mask=plan.mask, backend="flex"), want)
+
+
+def test_updates_of_plans_whose_batch_size_shapes_do_not_tell() -> None:
+    """A check of values at another batch size than the calls have refuses none."""
+    tensors = [torch.randn(4, 2, LENGTH, 16) for _ in range(3)]
+    plan = flexmasks.plan("full", LENGTH, score="pair_bias", bias=torch.zeros(2, 2, LENGTH, LENGTH), group=2)
+    bias = torch.randn(2, 2, LENGTH, LENGTH)
+    for _ in range(2):
+        flexmasks.attention(*tensors, mask=plan)
+        plan.update(bias=bias)
+        want = flexmasks.attention(*tensors, score="pair_bias", bias=bias, group=2)
+        assert_same(flexmasks.attention(*tensors, mask=plan), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_numbers_that_do_not_fit_are_refused(dtype: torch.dtype, is_list: bool) -> None:
+    plan = flexmasks.plan("document", LENGTH, document_ids=torch.arange(LENGTH).to(dtype))
+    ids = tables(100)
+    plan.update(document_ids=ids.tolist() if is_list else ids)
+    assert torch.equal(plan.tensors["document_ids"][0], ids.to(dtype))
+    for number in (torch.iinfo(dtype).max + 1, torch.iinfo(dtype).min - 1, 1 << 40):
+        wrong = ids.index_fill(0, torch.tensor(7), number)
+        with pytest.raises(TypeError, match=rf"`document_ids` must have dtype {dtype}, got torch.int64, whose numbers"):
+            plan.update(document_ids=wrong.tolist() if is_list else wrong)
+    assert torch.equal(plan.tensors["document_ids"][0], ids.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [0] * 1000,
+        [[1, 2], [3]] * 200,
+        "x" * 1000,
+        torch.arange(LENGTH).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["long", "ragged", "text", "sparse", "nested"],
+)
+def test_messages_of_wrong_values_are_short(value: Any) -> None:
+    plan = flexmasks.plan("document", LENGTH, document_ids=torch.arange(LENGTH))
+    with pytest.raises(ValueError, match=r"Plan.update: `document_ids` must be .*, got ") as raised:
+        plan.update(document_ids=value)
+    assert len(str(raised.value)) < 250
