@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,12 +11,13 @@ import torch
 from flexmasks import compat
 from flexmasks.attention import explain
 from flexmasks.blocks.counts import Blocks
+from flexmasks.plans.checks import fail
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Sizes
-from flexmasks.plans.lengths import Lengths, count_blocks
+from flexmasks.plans.lengths import Lengths, count_blocks, device_of_tensors
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments, get_mask
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.values import Mask, Score
+from flexmasks.spec.values import Mask, Score, state_of
 
 
 class Plan(HeldPlan):
@@ -36,10 +36,16 @@ class Plan(HeldPlan):
         q_offset: where the queries start, as in `attention`.
     """
 
-    @functools.cached_property
+    _blocks: tuple[Blocks, Hashable, list[torch.Tensor]] | None = None  # with the state and tensors they are made from
+
+    @property
     def blocks(self) -> Blocks:
         """The blocks of the mask, exact and with their counts; it prints as text."""
-        return count_blocks(self.mask, **self._extents())
+        tensors: list[torch.Tensor] = []
+        state = state_of((self.mask, self.q_offset), tensors)
+        if self._blocks is None or state is None or self._blocks[1] != state:
+            self._blocks = count_blocks(self.mask, **self._extents()), state, tensors
+        return self._blocks[0]
 
     @property
     def block_mask(self) -> compat.BlockMask:
@@ -53,6 +59,8 @@ class Plan(HeldPlan):
 
     def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Explanation:
         """Explain how `attention` would run with this plan, see `flexmasks.explain`."""
+        if "mask" in arguments:
+            fail("the plan is the mask; pass no `mask`, or call `flexmasks.explain`.", TypeError, _EXPLAIN)
         return explain(q, k, v, mask=self, **arguments)
 
     def update(self, **tensors: Any) -> None:
@@ -85,13 +93,12 @@ class Plan(HeldPlan):
             True
         """
         super().update(**tensors)
-        vars(self).pop("blocks", None)
 
     def to(self, device: torch.device | str) -> Plan:
         """Return the plan on a device, with its tensors."""
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, torch.Tensor) else self.q_offset
         score = None if self.score is None else self.score.to(device)
-        sizes = replace(self.sizes, device=_indexed(torch.device(device)))
+        sizes = replace(self.sizes, device=device_of_tensors(torch.device(device)))
         return Plan(self.mask.to(device), score, sizes, q_offset)
 
     def _extents(self) -> dict[str, Any]:
@@ -110,9 +117,7 @@ class Plan(HeldPlan):
         return f"Plan({what}, {self.sizes})"
 
 
-def _indexed(device: torch.device) -> torch.device:
-    is_current = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+_EXPLAIN = "flexmasks.Plan.explain"
 
 
 def loaded_plan(mask: Mask, score: Score | None, extents: dict[str, Any]) -> Plan:
@@ -136,7 +141,8 @@ def plan(
     """Return a plan of a mask for calls of these sizes, which `attention` takes in place of the mask.
 
     A plan spares each call the search for what earlier calls planned. It can be shown before any call: `plan.sparsity`,
-    `plan.block_mask`, `plan.explain(q, k, v)`. Inside torch.compile it stands for its mask: there each graph plans.
+    `plan.block_mask`, `plan.explain(q, k, v)`. Inside torch.compile it stands for its mask: there each graph plans, and
+    a plan is made and passed to calls there, but is not updated, moved or shown.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, as in `attention`.

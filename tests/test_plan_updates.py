@@ -253,3 +253,59 @@ def test_messages_of_wrong_values_are_short(value: Any) -> None:
     with pytest.raises(ValueError, match=r"Plan.update: `document_ids` must be .*, got ") as raised:
         plan.update(document_ids=value)
     assert len(str(raised.value)) < 250
+
+
+# --- what a plan shows ---
+
+_GROUPS = torch.arange(256) // 128
+
+
+class _Side:
+    def __init__(self) -> None:
+        self.ids = torch.arange(256) // 128
+
+
+@pytest.mark.parametrize("reads", ["a global variable", "an attribute", "the plan's own tensor"])
+def test_what_a_plan_shows_follows_changes(reads: str) -> None:
+    side = _Side()
+    mask: dict[str, Any] = {
+        "a global variable": lambda b, h, q, kv: _GROUPS[q] == _GROUPS[kv],
+        "an attribute": lambda b, h, q, kv: side.ids[q] == side.ids[kv],
+        "the plan's own tensor": flexmasks.get_mask("document", document_ids=side.ids),
+    }
+    plan = flexmasks.plan(mask[reads], 256)
+    assert plan.sparsity == 0.5
+    assert plan.blocks is plan.blocks
+    own = {"a global variable": _GROUPS, "an attribute": side.ids}
+    own.get(reads, plan.mask.params.get("document_ids")).zero_()
+    assert plan.sparsity == plan.blocks.sparsity == 0.0
+    assert plan.block_mask.to_dense().all()
+    if reads == "an attribute":
+        for size, sparsity in [(128, 0.5), (256, 0.0)] * 4:  # in memory that former tensors have left
+            side.ids = torch.arange(256) // size
+            assert plan.sparsity == sparsity
+    _GROUPS.copy_(torch.arange(256) // 128)
+
+
+def test_a_plan_is_the_mask_that_it_explains() -> None:
+    plan = flexmasks.plan("causal", LENGTH)
+    with pytest.raises(TypeError, match=r"flexmasks.Plan.explain: the plan is the mask; pass no `mask`"):
+        plan.explain(*qkv(), mask="full")
+
+
+def test_devices_have_the_names_that_tensors_give_them() -> None:
+    tensors = qkv()
+    for plan in (flexmasks.plan("causal", LENGTH, device="cpu:0"), flexmasks.plan("causal", LENGTH).to("cpu:0")):
+        assert plan.sizes.device == torch.device("cpu")
+        assert_same(flexmasks.attention(*tensors, mask=plan), flexmasks.attention(*tensors, mask="causal"))
+
+
+@pytest.mark.parametrize("q_offset", [[0, 95], (3, 7), "last", 4])
+def test_plans_made_inside_compile_take_the_offsets_of_calls(q_offset: Any) -> None:
+    q, k, v = qkv(q_len=5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask=flexmasks.plan("causal", 5, LENGTH, q_offset=q_offset))
+
+    assert_same(attend(q), flexmasks.attention(q, k, v, mask="causal", q_offset=q_offset))

@@ -72,17 +72,18 @@ class Lengths:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             fail(f"`device` must be a torch device, got {device!r} ({str(error).splitlines()[0][:150]}).", call=call)
-        if device.type != "cpu":
-            try:
-                torch.empty(0, device=device)
-            except (RuntimeError, AssertionError) as error:
-                reason = str(error).splitlines()[0][:150]
-                fail(f"`device` must be available, got {device}, and torch says: {reason}.", call=call)
         if device.type == "meta":
             fail(f"`device` must hold data, got {device}.", call=call)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
+        try:
+            return device_of_tensors(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0][:150]
+            fail(f"`device` must be available, got {device}, and torch says: {reason}.", call=call)
+
+
+def device_of_tensors(device: torch.device) -> torch.device:
+    """Return a device as its tensors name it: "cuda" with the present index, "cpu:0" as "cpu"."""
+    return torch.empty(0, device=device).device
 
 
 def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> MaskPlan:

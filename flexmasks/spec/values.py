@@ -31,6 +31,19 @@ _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the par
 Spread = list[tuple[Tensor, Tensor]]
 
 
+def state_of(value: Any, tensors: list[Tensor]) -> Hashable | None:
+    """The state of everything that a value reads, or None if it cannot be known.
+
+    The tensors that it reads are appended to `tensors`. Who compares states holds them: others may take their places.
+    """
+    try:
+        key = key_of(value, tensors)
+    except Opaque:
+        return None
+    states = [identity(t) for t in tensors]
+    return None if None in states else (key, *states)
+
+
 class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
@@ -300,15 +313,7 @@ class Modifier(Readable):
 
     def _state(self) -> Hashable | None:
         """The state of everything that a preparation depends on, or None if it cannot be known."""
-        if all(m.definition.prepare is None for m in self.inside()):
-            return ()
-        tensors: list[Tensor] = []
-        try:
-            key = key_of(self, tensors)
-        except Opaque:
-            return None
-        states = [identity(t) for t in tensors]
-        return None if None in states else (key, *states)
+        return () if all(m.definition.prepare is None for m in self.inside()) else state_of(self, [])
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same mask or score with the tensors among its parameters on a device.
