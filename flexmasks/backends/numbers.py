@@ -19,7 +19,8 @@ from flexmasks.backends.call import Call
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.sizes import is_captured
-from flexmasks.spec.structure import MAX_COMPILED_VALUES, Number, Opaque, flatten, with_inputs
+from flexmasks.spec.leaves import Number
+from flexmasks.spec.structure import MAX_COMPILED_VALUES, Opaque, flatten, with_inputs
 
 _log = logging.getLogger("flexmasks")
 _SCORES = (-3.0, 0.5, 20.0)  # scores at which a function with inputs is compared with the function with numbers

@@ -16,8 +16,9 @@ from flexmasks.plans.recorded import Form
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
+from flexmasks.spec.leaves import Leaves
 from flexmasks.spec.parameters import Size, describe, in_message, listed
-from flexmasks.spec.structure import Leaves, Opaque, Structure, flatten
+from flexmasks.spec.structure import Opaque, Structure, flatten
 from flexmasks.spec.values import Mask, Score
 
 _HOST = torch.device("cpu")

@@ -40,8 +40,9 @@ from flexmasks.plans.sizes import BLOCK_SIZE, is_captured, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.aliases import Aliases
+from flexmasks.spec.leaves import Number
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Number, Opaque, flatten
+from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Mask
 
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed

@@ -27,11 +27,10 @@ from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece, is_strided
 from flexmasks.spec.indexing import bounded
+from flexmasks.spec.leaves import Leaves, Number
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import (
     MAX_COMPILED_VALUES,
-    Leaves,
-    Number,
     Opaque,
     Structure,
     flatten,

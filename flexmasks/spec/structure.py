@@ -31,7 +31,7 @@ from flexmasks.spec.code import (
     has_plain_attribute,
     is_library,
 )
-from flexmasks.spec.indexing import bounded
+from flexmasks.spec.leaves import MOST, Leaves, Place
 
 # Types whose objects never change and stand for themselves in a key. float is no such type: 0.0 == -0.0.
 _CONSTANT_TYPES = frozenset(
@@ -42,73 +42,12 @@ _CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
 # What chooses what a function computes, but for whole and floating numbers, which are leaves.
 CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
 _OF_EVERY_MODULE = ("__builtins__", "__name__")
-_MOST = (1 << 31) - 1  # whole numbers beyond it stay constants
 _MAX_ARRAY = 1 << 12  # bytes of a NumPy array that are read at each call
 MAX_COMPILED_VALUES = 6  # values of a function's numbers that are compiled in, a kernel each
 
 
 class Opaque(Exception):
     """Raised for a value that reads something which may change unnoticed."""
-
-
-class Place(NamedTuple):
-    """Where a leaf or a part is: in a function, a dictionary, a tuple, a functools.partial or a Mask."""
-
-    holder: int  # its id
-    kind: str  # "variable" of a closure, "default", "global variable", "parameter", "argument", "item" or "attribute"
-    key: Any  # the name of a variable, the number of an argument, or the key of an item
-
-    @property
-    def name(self) -> str:
-        return f"argument {self.key}" if self.kind == "argument" else str(self.key)
-
-
-class Number(NamedTuple):
-    """A number that a function reads, outside tuples and lists."""
-
-    place: Place
-    value: int | float
-    is_global: bool  # it is reached through a global variable, which no copy of the function has for itself
-
-    @property
-    def name(self) -> str:
-        return self.place.name
-
-    def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the number as a 0-dimensional tensor; of `dtype`, if it is a float."""
-        if isinstance(self.value, float):
-            return torch.full((), self.value, dtype=dtype, device=device)
-        made = torch.full((), self.value, dtype=torch.int64, device=device)
-        return bounded(made, 1 if self.value > 0 else -_MOST, _MOST)
-
-
-class Leaves:
-    """The leaves of a value, in the order of its structure: what `Structure.fill` replaces.
-
-    nearby: tensors among the attributes of objects that cannot be read. A function may read them.
-    """
-
-    __slots__ = ("_numbers", "_places", "nearby", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.nearby: list[Tensor] = []
-        # Plain tuples: every call of `attention` walks through its mask, and asks for places only to say something.
-        self._places: list[Any] = []
-        self._numbers: list[Any] = []
-
-    @property
-    def all_tensors(self) -> list[Tensor]:
-        return [*self.tensors, *self.nearby]
-
-    @property
-    def places(self) -> list[Place | None]:
-        """The places of the tensors, None in a tuple or list."""
-        return [place and Place(*place) for place in self._places]
-
-    @property
-    def numbers(self) -> list[Number]:
-        return [Number(Place(*place), value, is_global) for place, value, is_global in self._numbers]
 
 
 class Filling:
@@ -346,7 +285,7 @@ class Walk:
             way = self._way(place)
             self.ways[2].extend([way] if len(way) > 1 else [])  # all know what the root itself holds
         if kind in _CONSTANT_TYPES:
-            if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):
+            if kind is int and place is not None and (self.elements or -MOST <= value <= MOST):
                 return self._number(value, place, value > 0)
             return (kind, value), lambda _: value
         if kind in _WRITTEN_TYPES:
