@@ -7,6 +7,7 @@ path, so that logits and gradients equal those of the sequences computed one by 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,10 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from flexmasks.attention import block_mask
 from flexmasks.planning import Plan
 from flexmasks.planning import plan as plan_of
+from flexmasks.plans.checks import described
 from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.indexing import at
+from flexmasks.spec.parameters import freeze, in_message
 from flexmasks.spec.values import Mask
 
 _FAR = 1 << 30  # above every distance
@@ -74,10 +77,11 @@ class TreeBatch:
 
     def sliding_window(self, window: int) -> Mask:
         """The mask of the trees with a window along each path: `window` earlier tokens of it, and the token itself."""
-        return windowed(self.mask, window)
+        return windowed(self.mask, _at_least(0, "TreeBatch.sliding_window", "window", window))
 
     def plan(self, *, window: int | None = None) -> Plan:
         """Return the plan of the mask, or of that with a window, for all layers of a step. It is made once."""
+        window = None if window is None else _at_least(0, "TreeBatch.plan", "window", window)
         if window not in self._plans:
             mask = self.mask if window is None else self.sliding_window(window)
             self._plans[window] = plan_of(mask, self.tokens.shape[1], batch=len(self.tokens))
@@ -105,7 +109,7 @@ class TreeBatch:
 
         x: [R, N, ...]. Returns a list of [length, ...], with gradients: those of shared tokens are added.
         """
-        self._check("gather", x)
+        _check("TreeBatch.gather", x, self.tokens.shape)
         return list(x.flatten(0, 1).index_select(0, self._flat).split([len(p) for _, p in self.places]))
 
     def logprobs(self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
@@ -128,15 +132,19 @@ class TreeBatch:
             >>> [x.shape[0] for x in batch.logprobs(torch.randn(1, 5, 10))]
             [2, 3]
         """
-        self._check("logprobs", logits)
+        _check("TreeBatch.logprobs", logits, self.tokens.shape, dims=3)
         children = (self.parents >= 0).flatten().nonzero()[:, 0]
         starts = torch.arange(len(self.lengths), device=self.tokens.device)[:, None] * self.tokens.shape[1]
         parents = (self.parents + starts).flatten()[children]
         targets, states = self.tokens.flatten()[children], logits.flatten(0, 1)
+        vocabulary = _vocabulary(states, head)
+        if vocabulary <= self._largest:
+            wanted = f"there are logits of {vocabulary} tokens, and every token after the first must be one of them"
+            raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, got {self._largest}.")
         if head is None:
             found = _of_targets(states.index_select(0, parents), targets)
         else:
-            found = torch.cat(list(_in_parts(states, parents, targets, head)))
+            found = torch.cat(list(_in_parts(states, parents, targets, head, max(1, _AT_ONCE // max(1, vocabulary)))))
         pairs = found.new_zeros(self.tokens.numel()).index_put((children,), found)
         return [x[1:] for x in self.gather(pairs.view_as(self.tokens))]
 
@@ -154,9 +162,8 @@ class TreeBatch:
             >>> batch.pages(2, room=1).page_table.tolist()
             [[0, 2, -1], [0, 1, 3]]
         """
-        for name, value, least in (("page_size", page_size, 1), ("room", room, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"flexmasks.trees: `{name}` must be an int of at least {least}, got {value!r}.")
+        page_size = _at_least(1, "TreeBatch.pages", "page_size", page_size)
+        room = _at_least(0, "TreeBatch.pages", "room", room)
         device, length = self.tokens.device, self.tokens.shape[1]
         paths = [row * length + places for row, places in self.places]
         full = [p[: len(p) // page_size * page_size].view(-1, page_size) for p in paths]
@@ -174,13 +181,12 @@ class TreeBatch:
             filled[start : start + 1, : len(rest)] = rest
             start = end
         lens = torch.tensor([len(p) for p in paths], dtype=torch.int32, device=device)
-        return TreePages(table.to(device), lens, filled)
+        return TreePages(table.to(device), lens, filled, (len(self.tokens), length))
 
-    def _check(self, call: str, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.shape[:2] != self.tokens.shape:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            wanted = f"a tensor whose first dimensions are {list(self.tokens.shape)}"
-            raise ValueError(f"flexmasks.trees.TreeBatch.{call}: expected {wanted}, got {got}.")
+    @functools.cached_property
+    def _largest(self) -> int:
+        """The largest token that follows another one. It is read once, also from a GPU."""
+        return int(torch.where(self.parents >= 0, self.tokens, -1).max())
 
 
 class TreePages(NamedTuple):
@@ -189,19 +195,42 @@ class TreePages(NamedTuple):
     page_table: int32[S, P], the pages of each sequence, for `flexmasks.paged_attention`, with -1 behind the last.
     kv_lens: int32[S], the lengths of the sequences.
     places: int64[pages, page size], the places of the tokens in the rows of the batch, laid end to end, -1 for none.
+    shape: the numbers R of rows of the batch and N of their tokens.
     """
 
     page_table: Tensor
     kv_lens: Tensor
     places: Tensor
+    shape: tuple[int, int]
 
     def filled(self, x: Tensor) -> Tensor:
         """Return a cache of keys or values, [pages, page size, H, D], with 0 where no token is.
 
         x: keys or values of all tokens of the batch in one layer, [R, H, N, D].
         """
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4 or (len(x), x.shape[2]) != self.shape:
+            wanted = f"`x` must be a tensor [R, H, N, D] = [{self.shape[0]}, H, {self.shape[1]}, D]"
+            raise ValueError(f"flexmasks.trees.TreePages.filled: {wanted}, got {described(x)}.")
         rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.places.clamp(min=0).flatten())
         return rows.view(*self.places.shape, *rows.shape[1:]).masked_fill((self.places < 0)[..., None, None], 0)
+
+
+def _at_least(least: int, call: str, name: str, value: Any) -> int:
+    """Return an argument that is an int, also NumPy's, of at least `least`."""
+    number = freeze(value)
+    if type(number) is not int or number < least:
+        raise ValueError(
+            f"flexmasks.trees.{call}: `{name}` must be an int of at least {least}, got {in_message(value)}."
+        )
+    return number
+
+
+def _check(call: str, x: Any, rows: torch.Size, dims: int | None = None) -> None:
+    """Check values of tokens [R, N, ...], which have `dims` dimensions."""
+    if not isinstance(x, Tensor) or x.is_nested or x.shape[:2] != rows or dims not in (None, x.ndim):
+        many = "" if dims is None else f" of {dims} dimensions"
+        wanted = f"a tensor{many} whose first dimensions are {list(rows)}"
+        raise ValueError(f"flexmasks.trees.{call}: expected {wanted}, got {described(x)}.")
 
 
 def windowed(mask: Mask, window: int) -> Mask:
@@ -251,13 +280,24 @@ def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
 
 
-def _in_parts(states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+def _vocabulary(states: Tensor, head: Callable[[Tensor], Tensor] | None) -> int:
+    """Return the number of logits of a token."""
+    if head is None:
+        return states.shape[1]
+    with torch.no_grad():
+        logits = head(states[:1])
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != (1,):
+        wanted = f"`head` must make logits [n, V] of hidden states [n, D] = {list(states[:1].shape)}"
+        raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, it made {described(logits)}.")
+    return logits.shape[1]
+
+
+def _in_parts(
+    states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], step: int
+) -> Iterator[Tensor]:
     def part_of(states: Tensor, parents: Tensor, targets: Tensor) -> Tensor:
         return _of_targets(head(states.index_select(0, parents)), targets)
 
-    with torch.no_grad():
-        width = head(states[:1]).shape[-1]
-    step = max(1, _AT_ONCE // width)
     for start in range(0, max(1, len(parents)), step):
         part = slice(start, start + step)
         yield checkpoint(part_of, states, parents[part], targets[part], use_reentrant=False)
@@ -265,9 +305,9 @@ def _in_parts(states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[
 
 @says_what_to_write()
 def pack(
-    sequences: Sequence[Tokens],
+    sequences: Iterable[Tokens],
     *,
-    prompts: Sequence[Tokens] | None = None,
+    prompts: Iterable[Tokens] | None = None,
     max_tokens: int | None = None,
     min_shared: int = 1,
     device: torch.device | str | None = None,
@@ -278,7 +318,8 @@ def pack(
     `TreeBatch.repeated` counts. Rows hold whole trees, or are filled to the end, whichever takes fewer tokens.
 
     Args:
-        sequences: lists or int tensors [length] of tokens that are at least 0, of any lengths but 0.
+        sequences: lists or int tensors [length] of tokens that are at least 0, of any lengths but 0; in a list, or
+            whatever gives them one after the other, as the rows of a tensor [count, length].
         prompts: for each sequence one that stands before it; sequences of a group have equal ones.
         max_tokens: the most tokens of a row; by default all trees stand in one row.
         min_shared: the fewest tokens that sequences must share to share them.
@@ -297,17 +338,17 @@ def pack(
         >>> batch.position_ids.tolist(), batch.weights.tolist()
         ([[0, 0, 1, 2, 2, 3]], [[1, 2, 2, 1, 1, 1]])
     """
+    given = _each("sequences", sequences)
     if device is None:
-        device = next((s.device for s in sequences if isinstance(s, Tensor)), torch.device("cpu"))
-    arrays = _arrays(sequences, prompts)
+        device = next((s.device for s in given if isinstance(s, Tensor)), torch.device("cpu"))
+    arrays = _arrays(given, None if prompts is None else _each("prompts", prompts))
     longest = max(map(len, arrays))
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < longest):
         raise ValueError(
             f"flexmasks.trees.pack: `max_tokens` must be an int of at least {longest}, the longest sequence, got "
             f"{max_tokens!r}."
         )
-    if type(min_shared) is not int or min_shared < 1:
-        raise ValueError(f"flexmasks.trees.pack: `min_shared` must be an int of at least 1, got {min_shared!r}.")
+    min_shared = _at_least(1, "pack", "min_shared", min_shared)
     # In the order of their bytes, sequences that share a beginning are neighbours, and a prefix stands before the rest.
     order = sorted(range(len(arrays)), key=[a.astype(">i8").tobytes() for a in arrays].__getitem__)
     shared = [_shared(arrays[a], arrays[b], min_shared) for a, b in itertools.pairwise(order)]
@@ -320,7 +361,16 @@ def pack(
     return _laid_out(arrays, rows, repeated, torch.device(device))
 
 
-def _arrays(sequences: Sequence[Tokens], prompts: Sequence[Tokens] | None) -> list[np.ndarray[Any, Any]]:
+def _each(name: str, given: Iterable[Tokens]) -> list[Tokens]:
+    """Return sequences as a list, which holds them: a generator gives them once, a tensor makes new ones each time."""
+    try:
+        return list(given)
+    except TypeError:
+        got = described(given) if isinstance(given, Tensor) else in_message(given)
+        raise TypeError(f"flexmasks.trees.pack: `{name}` must be a list of sequences of tokens, got {got}.") from None
+
+
+def _arrays(sequences: list[Tokens], prompts: list[Tokens] | None) -> list[np.ndarray[Any, Any]]:
     if prompts is not None and len(prompts) != len(sequences):
         wanted = f"one for each of the {len(sequences)} sequences"
         raise ValueError(f"flexmasks.trees.pack: `prompts` must have {wanted}, got {len(prompts)}.")
@@ -336,12 +386,15 @@ def _arrays(sequences: Sequence[Tokens], prompts: Sequence[Tokens] | None) -> li
 
 
 def _array(tokens: Tokens) -> np.ndarray[Any, Any]:
-    made = tokens.detach().cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens, dtype=None)
+    made = np.empty((), dtype=object)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of torch and NumPy; what is wrong is said below
+        made = tokens.detach().cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
     if made.ndim != 1 or (made.size and not np.issubdtype(made.dtype, np.integer)):
-        got = f"{made.dtype}{list(made.shape)}"
+        got = described(tokens) if isinstance(tokens, Tensor) else in_message(tokens)
         raise TypeError(f"flexmasks.trees.pack: a sequence must be integers [length], got {got}.")
-    if made.size and made.min() < 0:
-        raise ValueError(f"flexmasks.trees.pack: tokens must be at least 0, got {int(made.min())}.")
+    if made.size and not 0 <= int(made.min()) <= int(made.max()) < 1 << 63:
+        got = f"tokens from {made.min()} to {made.max()}"
+        raise ValueError(f"flexmasks.trees.pack: tokens must be at least 0 and below 2**63, got {got}.")
     return made.astype(np.int64)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,30 @@ def test_prompts_stand_before_sequences() -> None:
     assert sum(batch.lengths) == 7
 
 
+class _Made:
+    """A sequence that makes its items when they are asked for."""
+
+    def __init__(self, items: list[list[int]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, n: int) -> list[int]:
+        return list(self.items[n])
+
+
+@pytest.mark.parametrize("kind_of_prompts", [None, list, torch.tensor, np.array, _Made, iter])
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array, _Made, iter])
+@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=8))
+@settings(max_examples=20, deadline=None)
+def test_sequences_of_any_kind(kind: Any, kind_of_prompts: Any, rows: list[list[int]]) -> None:
+    prompts, own = [r[:2] for r in rows], [r[2:] for r in rows]
+    batch = trees.pack(kind(own), prompts=None if kind_of_prompts is None else kind_of_prompts(prompts))
+    want = own if kind_of_prompts is None else rows
+    assert [batch.tokens[row, path].tolist() for row, path in batch.places] == want
+
+
 def test_many_sequences_take_few_seconds() -> None:
     prompts = torch.randint(0, 50000, (50, 1000))
     batch = trees.pack([torch.cat([prompts[n % 50], torch.randint(0, 50000, (1000,))]) for n in range(1000)])
@@ -79,9 +104,20 @@ def test_many_sequences_take_few_seconds() -> None:
     [
         (([],), ValueError, "at least one sequence"),
         (([[1], []],), ValueError, "no empty sequence; number 1 is"),
-        (([[1, -2]],), ValueError, "at least 0, got -2"),
+        (([[1, -2]],), ValueError, "at least 0 .*, got tokens from -2 to 1"),
         (([torch.randn(3)],), TypeError, r"integers \[length\], got float32\[3\]"),
-        (([[[1]]],), TypeError, r"integers \[length\], got int64\[1, 1\]"),
+        (([[[1]]],), TypeError, r"integers \[length\], got \[\[1\]\]"),
+        (([[[1], [2, 3]]],), TypeError, r"integers \[length\], got \[\[1\], \[2, 3\]\]"),
+        (([3, 4],), TypeError, r"integers \[length\], got 3"),
+        (([None],), TypeError, r"integers \[length\], got None"),
+        (([np.ones(3)],), TypeError, r"integers \[length\], got a NumPy array float64\[3\]"),
+        (([torch.ones(3).bfloat16()],), TypeError, r"integers \[length\], got bfloat16\[3\]"),
+        (([torch.ones(3, device="meta").long()],), TypeError, r"integers \[length\], got int64\[3\] on meta"),
+        (([torch.eye(2).long().to_sparse()],), TypeError, r"integers \[length\], got int64\[2, 2\]"),
+        (([[2**63]],), ValueError, f"below 2\\*\\*63, got tokens from {2**63} to {2**63}"),
+        (([[2**64]],), TypeError, r"integers \[length\], got \[18446744073709551616\]"),
+        ((None,), TypeError, "`sequences` must be a list of sequences of tokens, got None"),
+        ((torch.tensor(3),), TypeError, r"`sequences` must be a list of sequences of tokens, got int64\[\]"),
     ],
 )
 def test_wrong_sequences(arguments: Any, error: type[Exception], message: str) -> None:
@@ -98,9 +134,35 @@ def test_wrong_arguments() -> None:
         trees.pack([[1]], prompts=[[1], [2]])
     with pytest.raises(TypeError, match="by position"):
         trees.pack([[1]], [[1]])  # type: ignore[misc]
+    with pytest.raises(TypeError, match="`prompts` must be a list of sequences of tokens, got 7"):
+        trees.pack([[1]], prompts=7)  # type: ignore[arg-type]
+
+
+_NESTED = torch.nested.nested_tensor([torch.randn(3, 5)])
+
+
+def test_wrong_logits() -> None:
     batch = trees.pack([[1, 2], [1, 3]])
-    with pytest.raises(ValueError, match=r"first dimensions are \[1, 3\], got \[1, 2, 5\]"):
-        batch.logprobs(torch.randn(1, 2, 5))
+    for wrong in (torch.randn(1, 2, 5), torch.randn(1, 3), torch.randn(1, 3, 2, 5), _NESTED):
+        with pytest.raises(ValueError, match=r"logprobs: .* of 3 dimensions whose first dimensions are \[1, 3\], got"):
+            batch.logprobs(wrong)
+        with pytest.raises(ValueError, match=r"logprobs: .* of 3 dimensions whose first dimensions are \[1, 3\], got"):
+            batch.logprobs(wrong, nn.Identity())
+    with pytest.raises(ValueError, match=r"logits \[n, V\] of hidden states \[n, D\] = \[1, 5\], it made float32\[1\]"):
+        batch.logprobs(torch.randn(1, 3, 5), lambda x: x.sum(1))
+    for arguments in ((torch.randn(1, 3, 3),), (torch.randn(1, 3, 5), nn.Linear(5, 3))):
+        with pytest.raises(ValueError, match=r"logits of 3 tokens, .* got 3"):
+            batch.logprobs(*arguments)
+    assert [len(x) for x in trees.pack([[9, 2], [9, 1]]).logprobs(torch.randn(1, 3, 3))] == [1, 1]  # 9 has no logit
+
+
+@pytest.mark.parametrize("window", [-1, 2.5, True, "a", torch.tensor(2)])
+def test_wrong_windows(window: Any) -> None:
+    batch = trees.pack([[1, 2], [1, 3]])
+    for call in (batch.sliding_window, lambda w: batch.plan(window=w)):
+        with pytest.raises(ValueError, match="`window` must be an int of at least 0, got"):
+            call(window)
+    assert batch.plan(window=np.int64(1)) is batch.plan(window=1)  # type: ignore[arg-type]
 
 
 # --- models ---
@@ -250,11 +312,15 @@ def test_decoding_from_shared_pages(
 
 
 def test_pages_of_wrong_sizes() -> None:
-    batch = trees.pack([[1]])
-    with pytest.raises(ValueError, match="`page_size` must be an int of at least 1, got 0"):
-        batch.pages(0)
+    batch = trees.pack([[1, 2, 3]])
+    for size in (0, True, 2.0):
+        with pytest.raises(ValueError, match=f"`page_size` must be an int of at least 1, got {size}"):
+            batch.pages(size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`room` must be an int of at least 0, got -1"):
         batch.pages(2, room=-1)
+    for shape in ((1, 2, 2, 4), (1, 2, 4, 4), (2, 2, 3, 4), (1, 3, 4)):
+        with pytest.raises(ValueError, match=r"\[R, H, N, D\] = \[1, H, 3, D\], got float32"):
+            batch.pages(2).filled(torch.randn(shape))
 
 
 def test_tokens_behind_the_last_reach_nothing() -> None:
