@@ -74,11 +74,19 @@ class _Cache(NamedTuple):
         """The number of keys that a sequence may have."""
         return self.page_table.shape[1] * self.k.shape[1]
 
-    def check_values(self, q: Tensor) -> None:
-        """Raise ValueError for pages and lengths that cannot be."""
+    def check_values(self, call: str) -> None:
+        """Raise ValueError, in the name of `call`, for pages and lengths that cannot be."""
         n_pages, page_size = self.k.shape[:2]
         pages = paged(get_mask("full"), self.page_table, self.kv_lens, page_size)
-        pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
+        try:
+            pages.resolve(Size(len(self.kv_lens), 1, 1, n_pages * page_size, self.k.device))
+        except ValueError as error:
+            raise ValueError(str(error).replace("flexmasks mask 'paged'", call, 1)) from None
+
+    def says_what_is_wrong(self, call: str) -> None:
+        """Raise ValueError if pages or lengths are why a call failed, of which errors inside name other arguments."""
+        if not compat.is_compiling() and not is_captured(self.k.device):
+            self.check_values(call)
 
 
 def run_varlen(
@@ -143,14 +151,18 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
     if not is_checked:
         check_cache(PAGED, q, *cache)
         request = _with_values(request)
-    if _may_read_pages(q, cache, request):
-        ran = _run_in_pages(q, cache, request)
-        if ran is not None:
-            result, planned = ran
-            if known is not None and result.replay is not None:
-                keep(*known, result.replay, planned)
-            return result.out, result.lse
-    return _run_without_pages(q, cache, request)
+    try:
+        if _may_read_pages(q, cache, request):
+            ran = _run_in_pages(q, cache, request)
+            if ran is not None:
+                result, planned = ran
+                if known is not None and result.replay is not None:
+                    keep(*known, result.replay, planned)
+                return result.out, result.lse
+        return _run_without_pages(q, cache, request)
+    except ValueError:
+        cache.says_what_is_wrong(PAGED)
+        raise
 
 
 def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Hashable, list[Tensor]] | None:
@@ -217,7 +229,7 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
     key = "gathered", q.shape[2], larger.shape, larger.dtype, q_offset if isinstance(q_offset, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
     if parts is None:
-        cache.check_values(q)
+        cache.check_values(PAGED)
         parts = parts_of(cache.page_table, cache.kv_lens, q_offset, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
@@ -270,7 +282,12 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         own_cache = _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens)
-        own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
+        try:
+            own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
+        except ValueError:  # it counts among the rows
+            lens = torch.where(cu_seqlens_q.diff() > 0, cache.kv_lens, 0)  # pages of the others are not read
+            cache._replace(kv_lens=lens).says_what_is_wrong(VARLEN)
+            raise
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
@@ -301,18 +318,13 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     k, v = (x.as_strided((len(q), x.shape[2], cache.room, x.shape[3]), (0, 0, 0, 1)) for x in (cache.k, cache.v))
     are_last = request.q_offset is None
     own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
-    try:
-        planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
-    except (ValueError, TypeError):
-        if not is_captured(q.device):  # errors of the table and the lengths name the arguments of the call
-            cache.check_values(q)
-        raise
+    planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
     pages = Pages(*cache, cast(Mask, request.mask), are_last)
     call, name = replace(planned.call, pages=pages), request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
     if not is_captured(q.device):  # the values of the table are checked
-        cache.check_values(q)
+        cache.check_values(PAGED)
 
     def without_pages() -> Result:
         return Result(*_run_without_pages(q, cache, request))

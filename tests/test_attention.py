@@ -731,7 +731,14 @@ def test_varlen_is_attention_with_packed() -> None:
         ),
         ({"offsets": [0]}, "`offsets` must be int[N + 1]"),
         ({"offsets": [0, 3, 2, 9]}, "`offsets` must rise from 0 to at most the length 9, got 0, 3, 2, 9"),
-        ({"kv_offsets": [0, 9]}, "`offsets` has 2 sequences, `kv_offsets` has 1"),
+        *(
+            (
+                {"kv_offsets": kv_offsets, **more},
+                f"varlen_attention: `offsets` has 2 sequences, `kv_offsets` has {count}",
+            )
+            for kv_offsets, count in (([0, 9], 1), ([0, 4, 6, 9], 3))
+            for more in ({}, {"mask": "causal"}, {"q_offset": "last"}, {"q_offset": "first"}, {"q_offset": [0, 0]})
+        ),
         ({"kv_offsets": "no"}, "`kv_offsets` must be int[N + 1]"),
         ({"q_offset": torch.zeros(3, dtype=torch.int64)}, "an integer tensor [B] = [2] on cpu, got int64[3]"),
         ({"k": torch.zeros(12, 4, 16)}, "q has 9 tokens and k 12: pass `kv_offsets`"),

@@ -624,7 +624,7 @@ def test_errors_of_pages_name_the_call_s_arguments(lens: list[int]) -> None:
     table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
     q, k, v = tensors(1)
     pool = [pages_of(x, table, 16) for x in (k, v)]
-    with pytest.raises(ValueError, match="mask 'paged': `kv_lens` must be"):
+    with pytest.raises(ValueError, match="paged_attention: `kv_lens` must be"):
         flexmasks.paged_attention(q, *pool, table, torch.tensor(lens), mask="causal", backend="decode")
 
 

@@ -537,9 +537,25 @@ def test_errors(case: str, way: str) -> None:
     assert str(raised.value).startswith("flexmasks")
 
 
-def test_wrong_pages() -> None:
-    given = good()
-    given["page_table"] = torch.tensor([[0, 1], [2, 99]])
-    qkv = [given.pop(n) for n in ("q", "k", "v", "offsets")]
-    with pytest.raises(ValueError, match=r"pages 0\.\.6 where it is in use, got 99 for page 1"):
-        flexmasks.varlen_attention(*qkv, **given)
+@pytest.mark.parametrize("counts", [[2, 1, 1], [0, 1, 3], [2, 2, 2], [1, 0, 1]])
+@pytest.mark.parametrize("wrong", range(3))
+def test_wrong_pages_are_those_of_their_sequence(counts: list[int], wrong: int) -> None:
+    """Sequences with equally many queries are rows of one batch, where they have other numbers."""
+    step = Step(counts, [20, 17, 30], columns=2)
+    given = {"offsets": step.offsets, "mask": "causal"}
+    call = lambda **g: flexmasks.varlen_attention(step.q, step.k, step.v, **given, **g)  # noqa: E731
+    table, lens, negative = step.table.clone(), step.kv_lens.clone(), step.kv_lens.clone()
+    table[wrong, 1], lens[wrong], negative[wrong] = 99, 2 * step.k.shape[1] + 1, -1
+    if not counts[wrong]:  # its pages are not read
+        assert call(page_table=table, kv_lens=step.kv_lens).isfinite().all()
+        return
+    with pytest.raises(
+        ValueError, match=rf"^flexmasks.varlen_attention: .* got 99 for page 1 of batch element {wrong}"
+    ):
+        call(page_table=table, kv_lens=step.kv_lens)
+    with pytest.raises(
+        ValueError, match=rf"^flexmasks.varlen_attention: `kv_lens` must be at most .* got {lens[wrong]}"
+    ):
+        call(page_table=step.table, kv_lens=lens)
+    with pytest.raises(ValueError, match=r"^flexmasks.varlen_attention: `kv_lens` must be .*B=3\), got values from -1"):
+        call(page_table=step.table, kv_lens=negative)

@@ -815,7 +815,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "page not there": (
         {"page_table": torch.tensor([[0, 1], [2, 8]])},
         ValueError,
-        "`page_table` must have pages 0..7 where it is in use, got 8 for page 1 of batch element 1",
+        "paged_attention: `page_table` must have pages 0..7 where it is in use, got 8 for page 1 of batch element 1",
     ),
     "page twice": ({"page_table": torch.tensor([[0, 1], [2, 2]])}, ValueError, "a page twice in batch element 1"),
     "keys beyond the pages": (

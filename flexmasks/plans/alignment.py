@@ -135,6 +135,9 @@ def sequences_aligned(
     lengths: numbers of all queries and of all keys.
     waits: whether the host may wait for a GPU to read the lengths of sequences.
     """
+    if cu_seqlens_k is not None and len(cu_seqlens_q) != len(cu_seqlens_k):
+        numbers = f"`offsets` has {len(cu_seqlens_q) - 1} sequences, `kv_offsets` has {len(cu_seqlens_k) - 1}"
+        fail(f"{numbers}; pass the starts and the end of the same sequences.", call=call)
     if q_offset is not None and not isinstance(q_offset, str):
         return cast(Offset, q_offset)
     if isinstance(q_offset, str):
