@@ -12,7 +12,7 @@ from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
-from flexmasks.spec.parameters import listed
+from flexmasks.spec.parameters import in_message, listed
 
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
@@ -201,6 +201,7 @@ def attention(
         True
     """
     q, k, v = _with_heads_first(layout, q, k, v)
+    _check_return_max(return_max)
     mask, block_mask = _mask_or_blocks(mask, block_mask)
     request = later.request.Request(
         mask, score, params, scale, block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
@@ -344,9 +345,9 @@ def varlen_attention(
     )
     offsets = _one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
     kv_offsets = _one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
-    most = [n for n in (max_seqlen_q, max_seqlen_k) if n is not None]
+    most = [_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)]
     pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
-    layout = offsets, kv_offsets, max(most, default=None), pages, lens
+    layout = offsets, kv_offsets, max([n for n in most if n is not None], default=None), pages, lens
     out, lse = later.pages.run_varlen(q, k, v, *layout, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
@@ -550,8 +551,18 @@ def _with_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
     if layout == "bhsd":
         return q, k, v
     if layout != "bshd":
-        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {layout!r}.")
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {in_message(layout)}.")
+    try:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    except (AttributeError, LookupError, ValueError):  # no tensors, or of fewer dimensions
+        got = f"got q {in_message(q)}, k {in_message(k)}, v {in_message(v)}"
+        wanted = "with layout='bshd', q, k and v must be tensors [B, S, H, D]"
+        raise TypeError(f"flexmasks.attention: {wanted}; {got}.") from None
+
+
+def _check_return_max(return_max: Any) -> None:
+    if not isinstance(return_max, bool):
+        raise TypeError(f"flexmasks.attention: `return_max` must be True or False, got {in_message(return_max)}.")
 
 
 def _mask_or_blocks(mask: Any, block_mask: Any) -> tuple[Any, Any]:
@@ -562,6 +573,15 @@ def _mask_or_blocks(mask: Any, block_mask: Any) -> tuple[Any, Any]:
 def _on_device_of(q: Any, value: Any) -> Any:
     """Return a list or a NumPy array as a tensor on the device of q."""
     return value if value is None or type(value) in (int, str) else listed(value, getattr(q, "device", None))
+
+
+def _longest(name: str, value: Any) -> int | None:
+    """Return the most tokens of a sequence, where it is given."""
+    number = listed(value, None)
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+        wanted = f"`{name}` must be an int of at least 0"
+        raise TypeError(f"flexmasks.varlen_attention: {wanted}, got {in_message(value)}; it may be left out.")
+    return number
 
 
 def _one_of(name: str, value: Any, other: str, value_of_other: Any) -> Any:
@@ -589,6 +609,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
+    _check_return_max(arguments.pop("return_max", False))
     q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
     own["q_offset"] = _on_device_of(q, own.get("q_offset"))
     own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))

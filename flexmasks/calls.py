@@ -458,10 +458,14 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
+    try:
+        layouts = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    except RuntimeError:  # nested and sparse tensors have none; checks say so
+        return None
     return (
         scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
         None if request.kernel_options is None else repr(request.kernel_options),
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        layouts, q.dtype, k.dtype, v.dtype,
         device, k.device, v.device, q.requires_grad, k.requires_grad, v.requires_grad,
         compat.transforms_active(), compat.sdp_settings(),
     )  # fmt: skip

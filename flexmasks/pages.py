@@ -42,6 +42,7 @@ from flexmasks.plans.checks import (
     check_sinks,
     check_varlen,
     fail,
+    refuse_vmap,
     sequence_offsets,
 )
 from flexmasks.plans.gathered import parts_of
@@ -50,7 +51,7 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.plans.sizes import is_captured
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
-from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
@@ -85,7 +86,10 @@ class _Cache(NamedTuple):
 
     def says_what_is_wrong(self, call: str) -> None:
         """Raise ValueError if pages or lengths are why a call failed, of which errors inside name other arguments."""
-        if not compat.is_compiling() and not is_captured(self.k.device):
+        for name, t in (("`page_table`", self.page_table), ("`kv_lens`", self.kv_lens)):
+            if is_of_vmap(t):
+                refuse_vmap(call, name)
+        if can_be_read(self.kv_lens) and not is_captured(self.k.device):
             self.check_values(call)
 
 

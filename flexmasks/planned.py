@@ -208,8 +208,8 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         # While torch traces, every size is an int for `isinstance`.
-        is_transposed = compat.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
-        if not is_jagged or x.dim() != 4 or not is_transposed:
+        is_jagged = is_jagged and x.dim() == 4
+        if not is_jagged or (not compat.is_compiling() and isinstance(x.shape[2], int)):
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
                 f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`.",

@@ -12,7 +12,7 @@ from flexmasks import compat
 from flexmasks.backends.table import BACKENDS
 from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
 from flexmasks.plans.traced import size_of
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, in_message
 
 _BACKENDS_OF_TORCH = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
@@ -54,17 +54,17 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
     """Check all arguments except mask and score, which planning checks, and return the sizes."""
     backend, kernel_options = request.backend, request.kernel_options
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
-        fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
+        fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {in_message(backend)}.")
     if kernel_options is not None and not isinstance(kernel_options, dict):
-        fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+        fail(f"`kernel_options` must be a dict, got {in_message(kernel_options)}.", TypeError)
     unknown = _unknown_options(tuple(kernel_options)) if kernel_options else ()
     if unknown:
         fail(f"`kernel_options` has no option {unknown[0]!r}; torch knows {', '.join(unknown[1:])}.")
     if (kernel_options or {}).get("BACKEND", "AUTO") not in _BACKENDS_OF_TORCH:
         known = ", ".join(map(repr, _BACKENDS_OF_TORCH))
-        fail(f"`kernel_options`: BACKEND must be one of {known}, got {(kernel_options or {})['BACKEND']!r}.")
+        fail(f"`kernel_options`: BACKEND must be one of {known}, got {in_message((kernel_options or {})['BACKEND'])}.")
     if not isinstance(request.return_lse, bool):
-        fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
+        fail(f"`return_lse` must be True or False, got {in_message(request.return_lse)}.", TypeError)
     if request.block_mask is not None and request.mask is not None:
         fail("pass `mask` or `block_mask`, not both.", TypeError)
     check_qkv(q, k, v)

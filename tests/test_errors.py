@@ -6,9 +6,11 @@ A good call after the error is right.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -551,7 +553,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "ids huge": (blocks("document", document_ids=[2**70] * 64), "a sequence that cannot be made a tensor"),
     "ids sparse": (
         blocks("document", document_ids=torch.eye(64)[0].long().to_sparse()),
-        "got a tensor of torch.sparse_coo; use `.to_dense()`",
+        "must be a dense tensor, got int64[64] of torch.sparse_coo; use `.to_dense()`",
     ),
     "window NaN": (blocks("sliding_window", window=math.nan), "got nan (float)"),
     "window a Mask": (blocks("sliding_window", window=CAUSAL), "got causal() (Mask)"),
@@ -593,6 +595,123 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_values(name: str) -> None:
     assert "\n" not in check_message(*ODD[name])
+
+
+with warnings.catch_warnings(action="ignore"):  # torch calls it a beta
+    CSR = torch.eye(64).to_sparse_csr()
+# Tensors without strides, in all places that take a tensor or no tensor at all.
+NOT_DENSE = {
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "nested ints": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([1])]),
+    "nested booleans": torch.nested.nested_tensor([ONES[0], ONES[0, :3]]),
+    "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "sparse": torch.tensor([1, 0]).to_sparse(),
+    "sparse matrix": torch.eye(64).to_sparse(),
+    "CSR": CSR,
+}
+CACHE, TABLE, LENS = torch.randn(4, 16, 4, 16), torch.tensor([[0, 1], [2, 3]]), torch.tensor([20, 9])
+
+
+def paged_call(call: Any = flexmasks.paged_attention, **given: Any) -> Any:
+    """Return the result of a paged call, or of a varlen call with pages, of one query for each sequence."""
+    q = Q[:, :, :1] if call is flexmasks.paged_attention else Q[:, :, 0]
+    offsets = {} if call is flexmasks.paged_attention else {"offsets": [0, 1, 2]}
+    names = dict(zip(("q", list(inspect.signature(call).parameters)[1]), (q, CACHE), strict=True))
+    v = list(inspect.signature(call).parameters)[2]
+    return call(**{**names, v: CACHE, **offsets, "page_table": TABLE, "kv_lens": LENS, **given})
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: lambda x, name=name: flexmasks.attention(**{"q": Q, "k": K, "v": V, name: x})  # type: ignore[misc]
+        for name in (
+            "q", "k", "v", "mask", "score", "scale", "block_mask", "q_offset", "layout", "sink_logits", "return_lse",
+            "return_max", "backend", "kernel_options",
+        )
+    },
+    "a length": lambda x: flexmasks.attention(Q, K, V, mask="padding", seq_lens=x),
+    "a window": lambda x: flexmasks.attention(Q, K, V, mask="sliding_window", window=x),
+    "a table": lambda x: flexmasks.attention(Q[:, :, :9], K, V, mask="dense", visible=x),
+    "a cap": lambda x: flexmasks.attention(Q, K, V, score="softcap", cap=x),
+    "of a mask's function": lambda x: flexmasks.attention(Q, K, V, mask=lambda b, h, q, kv: x[q] > 0),
+    "of a score's function": lambda x: flexmasks.attention(Q[:, :, :9], K, V, score=lambda s, b, h, q, kv: s + x[q]),
+    "explain": lambda x: flexmasks.explain(Q, K, V, mask="padding", seq_lens=x),
+    "explain return_max": lambda x: flexmasks.explain(Q, K, V, return_max=x),
+    "plan": lambda x: flexmasks.plan("padding", 64, seq_lens=x),
+    "plan q_offset": lambda x: flexmasks.plan("causal", 64, q_offset=x),
+    "block_mask": lambda x: flexmasks.block_mask("padding", 64, seq_lens=x),
+    "block_mask q_offset": lambda x: flexmasks.block_mask("causal", 64, q_offset=x),
+    **{
+        f"varlen {name}": lambda x, name=name: flexmasks.varlen_attention(  # type: ignore[misc]
+            **{"q": Q[0], "k": Q[0], "v": Q[0], "offsets": [0, 4], name: x}
+        )
+        for name in ("q", "k", "v", "offsets", "kv_offsets", "q_offset", "mask", "max_seqlen_q", "max_seqlen_k")
+    },
+    **{
+        f"paged {name}": lambda x, name=name: paged_call(**{name: x})  # type: ignore[misc]
+        for name in ("q", "k_cache", "v_cache", "page_table", "kv_lens", "q_offset", "mask")
+    },
+    **{
+        f"mixed {name}": lambda x, name=name: paged_call(flexmasks.varlen_attention, **{name: x})  # type: ignore[misc]
+        for name in ("q", "k", "v", "offsets", "page_table", "kv_lens", "q_offset", "max_seqlen_q", "max_seqlen_k")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.parametrize("place", PLACES)
+def test_tensors_that_are_not_dense(place: str, kind: str) -> None:
+    assert "\n" not in check_message(lambda: PLACES[place](NOT_DENSE[kind]), "")
+
+
+@pytest.mark.parametrize("wrong", ["a", object(), -1, 2.5, True, torch.tensor(3), torch.tensor([3, 4])])
+@pytest.mark.parametrize("with_pages", [False, True])
+def test_wrong_longest_lengths(wrong: Any, with_pages: bool) -> None:
+    pages = {"page_table": TABLE, "kv_lens": LENS} if with_pages else {}
+    kv = CACHE if with_pages else Q[0, :, :2].transpose(0, 1)
+    for name, other in itertools.permutations(("max_seqlen_q", "max_seqlen_k")):
+        for more in ({}, {other: 3}):
+            check_message(
+                lambda given={name: wrong, **more}: flexmasks.varlen_attention(  # type: ignore[misc]
+                    Q[0, :, :2].transpose(0, 1), kv, kv, [0, 1, 2], **pages, **given
+                ),
+                f"flexmasks.varlen_attention: `{name}` must be an int of at least 0, got",
+            )
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None, torch.tensor([1, 2])])
+def test_wrong_return_max(wrong: Any) -> None:
+    for call in (flexmasks.attention, flexmasks.explain):
+        check_message(lambda call=call: call(Q, K, V, return_max=wrong), "`return_max` must be True or False, got")  # type: ignore[misc]
+    assert flexmasks.explain(Q, K, V, return_max=True).backend == flexmasks.explain(Q, K, V).backend
+
+
+@pytest.mark.parametrize("wrong", [None, "a", torch.randn(3), Q.numpy()[0], [[1.0]]], ids=str)
+def test_wrong_tensors_with_heads_second(wrong: Any) -> None:
+    for call in (flexmasks.attention, flexmasks.explain):
+        for name in "qkv":
+            given = {"q": Q, "k": K, "v": V, name: wrong}
+            check_message(lambda call=call, given=given: call(**given, layout="bshd"), "tensors [B, S, H, D]; got q")  # type: ignore[misc]
+
+
+OF_VMAP: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "`seq_lens` of mask 'padding'": (PLACES["a length"], LENS),
+    "`window` of mask 'sliding_window'": (PLACES["a window"], torch.tensor(3)),
+    "the variable `x` of the function": (PLACES["of a mask's function"], torch.ones(64)),
+    "`q_offset`": (lambda x: flexmasks.attention(Q[:, :, :9], K, V, mask="causal", q_offset=x), LENS),
+    "paged_attention: `kv_lens`": (lambda x: paged_call(kv_lens=x), LENS),
+    "paged_attention: `page_table`": (lambda x: paged_call(page_table=x), TABLE),
+    "varlen_attention: `kv_lens`": (lambda x: paged_call(flexmasks.varlen_attention, kv_lens=x), LENS),
+    "varlen_attention: `page_table`": (lambda x: paged_call(flexmasks.varlen_attention, page_table=x), TABLE),
+    "`offsets` of mask 'packed'": (PLACES["varlen offsets"], torch.tensor([0, 2, 4])),
+}
+
+
+@pytest.mark.parametrize("name", OF_VMAP)
+def test_vmap_over_what_blocks_are_made_of(name: str) -> None:
+    call, value = OF_VMAP[name]
+    many = torch.stack([value, value])
+    check_message(lambda: torch.vmap(call)(many), f"{name} has a dimension that torch.vmap hides")
 
 
 def test_random_blocks_beyond_all_blocks() -> None:

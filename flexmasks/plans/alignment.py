@@ -21,7 +21,7 @@ from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.shifted import Offset
 from flexmasks.spec.definitions import AND, CHAIN, NOT, OR
-from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.parameters import Size, can_be_read, is_dense
 from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Modifier
 
@@ -93,11 +93,13 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
         return any(reads_queries(m, size, if_wrong) for m in value.operands())
     table = value.params.get(_TABLES.get(value.name, "")) if value.definition.own else None
     is_placed = value.definition.own and value.name in _PLACED
-    if is_placed or (isinstance(table, Tensor) and table.shape[-2] in (1, size.q_len)):
+    if is_placed or (isinstance(table, Tensor) and is_dense(table) and table.shape[-2] in (1, size.q_len)):
         return False
     key = None
     with contextlib.suppress(Opaque):
         structure, leaves = flatten(value)
+        if not all(map(is_dense, leaves.tensors)):  # the plan says so
+            return if_wrong
         key = structure.key, *[t.shape for t in leaves.tensors]  # a function may ask for them
     known = None if key is None else _READS.get(key)
     if known is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.lists import are_narrow, grid
-from flexmasks.spec.parameters import Size, describe, in_message
+from flexmasks.spec.parameters import Size, describe, in_message, is_dense, is_of_vmap, not_dense
+from flexmasks.spec.values import Modifier
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
 _MAX_SCALE = torch.finfo(torch.float32).max
@@ -26,7 +27,7 @@ def described(x: Any) -> str:
     """Return a tensor's dtype, shape and device as text, or the type of anything else."""
     if not isinstance(x, Tensor):
         return f"{type(x).__name__}"
-    return f"{describe(x)} on {x.device}" if not x.is_nested else f"a nested tensor of {x.layout}, {x.dim()} dimensions"
+    return describe(x) if x.is_nested else f"{describe(x)} on {x.device}"
 
 
 def any_nested(*tensors: Any) -> bool:
@@ -99,8 +100,8 @@ def check_cache(
             )
     batch = len(q) if batch is None else batch
     for name, t, dims in (("page_table", page_table, "[B, P]"), ("kv_lens", kv_lens, "[B]")):
-        fits = isinstance(t, Tensor) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == batch
-        if not fits or t.device != q.device:
+        fits = isinstance(t, Tensor) and is_dense(t) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1
+        if not fits or len(t) != batch or t.device != q.device:
             fail(
                 f"`{name}` must be an integer tensor {dims} with B = {batch} on {q.device}, got {described(t)}.",
                 ValueError if isinstance(t, Tensor) else TypeError,
@@ -114,7 +115,7 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
         if not isinstance(x, Tensor):
             wrong(f"`{name}` must be a tensor {dims}", TypeError)
         if x.layout != torch.strided or x.is_nested:
-            wrong(f"`{name}` must be a dense tensor, it is {x.layout}")
+            wrong(f"`{name}` must be a dense tensor")
         if x.ndim != dims.count(",") + 1:
             wrong(f"`{name}` must have {dims.count(',') + 1} dimensions, {dims}")
         sizes = x.shape if "n_pages" in dims else (x.shape[1], x.shape[-1])
@@ -139,9 +140,12 @@ def check_scale(scale: Any) -> None:
 
 def check_sinks(q: Any, sink_logits: Any) -> None:
     if any_nested(q):
-        fail("jagged nested tensors take no `sink_logits`.")
+        fail(
+            "jagged nested tensors take no `sink_logits`; flexmasks.varlen_attention does, of q, k and v end to end: "
+            "x.transpose(1, 2).values(), with offsets=x.offsets()."
+        )
     heads = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else "H"
-    is_floating = isinstance(sink_logits, Tensor) and sink_logits.dtype.is_floating_point
+    is_floating = isinstance(sink_logits, Tensor) and is_dense(sink_logits) and sink_logits.dtype.is_floating_point
     if not is_floating or sink_logits.shape != (heads,) or sink_logits.device != q.device:
         got = described(sink_logits)
         fail(f"`sink_logits` must be a floating tensor [H] = [{heads}] on the device of q, got {got}.", TypeError)
@@ -154,17 +158,46 @@ def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> 
         fail(f"`q_offset` must be {wanted}, got {got}.", kind, call)
 
     if isinstance(q_offset, Tensor):
-        if q_offset.dtype not in INT_DTYPES or q_offset.shape != (batch,) or q_offset.device != device:
+        fits = is_dense(q_offset) and q_offset.dtype in INT_DTYPES and q_offset.shape == (batch,)
+        if not fits or q_offset.device != device:
             wrong(described(q_offset))
     elif isinstance(q_offset, bool) or not isinstance(q_offset, int):
-        wrong(repr(q_offset), TypeError)
+        wrong(in_message(q_offset), TypeError)
     elif not 0 <= q_offset < 2**31:
         wrong(str(q_offset))
 
 
+def check_dense(value: Modifier, tensors: Sequence[Tensor]) -> None:
+    """Check that the tensors of a mask or score are dense."""
+    for t in tensors:
+        if not is_dense(t):
+            fail(f"{_name_in(value, t)} must be a dense tensor, got {not_dense(t)}.", call="flexmasks")
+
+
+def check_unbatched(value: Modifier, tensors: Sequence[Tensor], q_offset: Any) -> None:
+    """Check that torch.vmap hides no dimension of a mask's tensors, nor of `q_offset`: blocks are those of one call."""
+    of_mask = tensors if value.kind == "mask" else []
+    for t in [*of_mask, q_offset]:
+        if isinstance(t, Tensor) and is_of_vmap(t):
+            refuse_vmap("flexmasks", "`q_offset`" if t is q_offset else _name_in(value, t))
+
+
+def refuse_vmap(call: str, name: str) -> NoReturn:
+    fail(
+        f"{name} has a dimension that torch.vmap hides, and the blocks of a mask are computed for one call; make that "
+        "dimension part of the batch of q, k and v, and of the tensors of the mask, without vmap.",
+        call=call,
+    )
+
+
+def _name_in(value: Modifier, tensor: Tensor) -> str:
+    named = (name for name, t in value.named_tensors() if t is tensor)
+    return next(named, f"a tensor that the {value.kind} {value.definition.name!r} reads")
+
+
 def check_varlen(**tensors: Any) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+        if not isinstance(x, Tensor) or not is_dense(x) or x.ndim != 3:
             fail(f"`{name}` must be a tensor [total, H, D], got {described(x)}.", call=VARLEN)
 
 
@@ -174,9 +207,9 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
         offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):
         offsets = None
-    fits = offsets is not None and offsets.dtype in INT_DTYPES and offsets.ndim == 1 and len(offsets) >= 2
-    if offsets is None or not fits or offsets.device != device:
-        got = described(given) if isinstance(given, Tensor) else repr(given)
+    fits = offsets is not None and is_dense(offsets) and offsets.dtype in INT_DTYPES and offsets.ndim == 1
+    if offsets is None or not fits or len(offsets) < 2 or offsets.device != device:
+        got = described(given) if isinstance(given, Tensor) else in_message(given)
         fail(
             f"`{name}` must be int[N + 1] on {device}, the starts of N sequences and the end of the last, got {got}.",
             call=VARLEN,

@@ -12,13 +12,13 @@ from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.alignment import aligned
-from flexmasks.plans.checks import check_offset, fail
+from flexmasks.plans.checks import check_dense, check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.plans.sizes import MAX_POSITIONS, sized
-from flexmasks.spec.parameters import Size, describe, listed
+from flexmasks.spec.parameters import Size, describe, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 
 
@@ -50,9 +50,12 @@ class Lengths:
                 fail(f"`{name}` must be an int of at least 1, got {describe(n)}{advice}.", call=call)
             if not is_open and n > MAX_POSITIONS:
                 fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
+        for value in (mask, score):
+            if value is not None:
+                check_dense(value, value.tensors())
         implied, device = mask.implied_size("B"), self._device(call, mask)
         q_offset = listed(self.q_offset, device)
-        if not implied and isinstance(q_offset, Tensor) and q_offset.ndim:
+        if not implied and isinstance(q_offset, Tensor) and is_dense(q_offset) and q_offset.ndim:
             implied = len(q_offset)
         batch = self.batch or implied
         size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, device)

@@ -19,6 +19,7 @@ from flexmasks import compat
 from flexmasks.cache import ENTRY, FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.bounds import tensors_in, unread
+from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_capture
@@ -119,6 +120,9 @@ class Plan:
         self.holds_aliases = False
         structure, leaves = flatten(value)
         self.tensors = leaves.all_tensors
+        check_dense(value, self.tensors)
+        if compat.transforms_active():
+            check_unbatched(value, self.tensors, offset)
         self.spread: Spread = []  # filled by `_bind`
         self._recorded: dict[str, Recorded | None] = {}  # what made tensors, by their name
         self.unreadable = structure.unreadable

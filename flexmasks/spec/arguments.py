@@ -22,7 +22,7 @@ from flexmasks.spec.definitions import (
     hint_for,
     owners_of,
 )
-from flexmasks.spec.parameters import describe, in_message
+from flexmasks.spec.parameters import describe, in_message, is_dense
 from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor] | Tensor
@@ -152,7 +152,7 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
         if value.kind != kind:
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
-    if isinstance(value, Tensor) and value.ndim > 1:
+    if isinstance(value, Tensor) and is_dense(value) and value.ndim > 1:
         of_pairs = _of_pairs(kind, value)
         if of_pairs is not None:
             return of_pairs

@@ -193,6 +193,8 @@ class Parameter:
         raise self._error(TypeError, what, _with_type(value), sizes)
 
     def _check_tensor(self, what: str, value: Tensor, size: Size, sizes: dict[str, int]) -> Tensor:
+        if not is_dense(value):
+            raise self._error(ValueError, what, not_dense(value), sizes)
         shape = tuple(value.shape)
         fits = [a for a in self.alternatives if a.dims is not None and _is_dtype(value.dtype, a.kind)]
         if not fits:
@@ -205,8 +207,6 @@ class Parameter:
         else:
             raise self._error(ValueError, what, _with_type(value), sizes)
         sizes.update(new_sizes)
-        if value.layout != torch.strided:
-            raise self._error(ValueError, what, f"a tensor of {value.layout}; use `.to_dense()`", sizes)
         if value.device != size.device:
             got = f"a tensor on {value.device} in a call on {size.device}; {how_to_move(value.device)}"
             raise self._error(ValueError, what, got, sizes)
@@ -324,13 +324,30 @@ def listed(value: Any, device: torch.device | None) -> Any:
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not while torch traces, under torch.vmap, or without memory."""
-    if compat.is_compiling():
+    if compat.is_compiling() or is_of_vmap(tensor):
         return False
     while compat.is_wrapped(tensor):
-        if compat.is_batched(tensor):
-            return False
         tensor = compat.unwrapped(tensor)
     return not (tensor.is_meta or isinstance(tensor, compat.FakeTensor))
+
+
+def is_of_vmap(tensor: Tensor) -> bool:
+    """Whether torch.vmap hides a dimension of a tensor."""
+    while compat.is_wrapped(tensor):
+        if compat.is_batched(tensor):
+            return True
+        tensor = compat.unwrapped(tensor)
+    return False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has sizes and strides: nested and sparse ones have not."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def not_dense(tensor: Tensor) -> str:
+    """Return a tensor that is not dense as text, and what to do."""
+    return f"{describe(tensor)}; use `.{'to_padded_tensor(0)' if tensor.is_nested else 'to_dense()'}`"
 
 
 def may_read(size: Size | None, *tensors: Tensor) -> bool:
@@ -387,7 +404,10 @@ def describe(value: Any) -> str:
     Tensors become dtype and shape, long sequences their first numbers, nested ones their shape, others their repr.
     """
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_nested:
+            return f"a nested tensor of {dtype}, {value.layout}, {value.dim()} dimensions"
+        return f"{dtype}{list(value.shape)}{'' if value.layout == torch.strided else f' of {value.layout}'}"
     shape = _shape(value)
     if math.prod(shape) <= _SHOWN_ELEMENTS:
         return repr(value)
