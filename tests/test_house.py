@@ -40,7 +40,7 @@ ORDER = {
             ["planned"],
             ["calls"],
             ["pages", "sharded"],
-            ["later"],
+            ["later", "given"],
             ["attention", "softmax"],
             ["flex"],
             ["planning"],
