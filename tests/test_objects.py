@@ -157,26 +157,6 @@ def test_what_code_does_with_an_object() -> None:
         assert attributes_read(function.__code__, "holder") == want
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("layout", ["coo", "csr", "nested"])
-def test_functions_over_sparse_and_nested_tensors(layout: str) -> None:
-    visible = torch.ones(8, 8).tril()
-    held: Any = {"coo": visible.to_sparse, "csr": visible.to_sparse_csr}.get(
-        layout, lambda: torch.nested.nested_tensor([*visible], layout=torch.jagged)
-    )()
-
-    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (held.to_padded_tensor(0.0) if layout == "nested" else held.to_dense())[q, kv] > 0
-
-    q, k, v = torch.randn(3, 1, 2, 8, 4)
-    want = flexmasks.attention(q, k, v, mask="causal")
-    for _ in range(2):
-        assert torch.allclose(flexmasks.attention(q, k, v, mask=mask), want, atol=1e-6)
-    if layout != "nested":
-        with pytest.raises(ValueError, match=r"use `\.to_dense\(\)`"):
-            flexmasks.attention(q, k, v, score=held)
-
-
 def test_callable_objects_and_partials_are_registered() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4)
     want = flexmasks.attention(q, k, v, mask="causal")

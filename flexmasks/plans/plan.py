@@ -26,7 +26,7 @@ from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
-from flexmasks.spec.aliases import Aliases, in_one_piece, is_strided
+from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.leaves import Leaves, Number
 from flexmasks.spec.parameters import Size
@@ -321,7 +321,7 @@ class Plan:
 
 def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
     """Return a value with contiguous copies of its tensors, if it can be copied."""
-    if any(is_strided(t) and not t.is_contiguous() for t in tensors):
+    if not all(t.is_contiguous() for t in tensors):
         with contextlib.suppress(Opaque):
             return cast(_V, with_tensors(value, in_one_piece))
     return value

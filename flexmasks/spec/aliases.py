@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -48,18 +47,13 @@ def has_derivatives(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is neither sparse nor nested."""
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
 def in_one_piece(tensor: Tensor) -> Tensor:
     """Return a tensor as compiled kernels take it: contiguous, or expanded from what is contiguous.
 
     torch's compiler fails for some tensors with gaps, and compiles anew for each layout. Only small tensors are written
     out where they are expanded.
     """
-    if not is_strided(tensor) or tensor.is_contiguous():
+    if tensor.is_contiguous():
         return tensor
     if tensor.nelement() * tensor.element_size() <= _MAX_COPIED:
         return tensor.contiguous()

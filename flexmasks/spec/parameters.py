@@ -324,9 +324,11 @@ def listed(value: Any, device: torch.device | None) -> Any:
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not while torch traces, under torch.vmap, or without memory."""
-    if compat.is_compiling() or is_of_vmap(tensor):
+    if compat.is_compiling():
         return False
     while compat.is_wrapped(tensor):
+        if compat.is_batched(tensor):
+            return False
         tensor = compat.unwrapped(tensor)
     return not (tensor.is_meta or isinstance(tensor, compat.FakeTensor))
 

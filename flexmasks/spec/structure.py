@@ -384,12 +384,11 @@ class Walk:
         if self.elements:
             self.ways[0].append(self._way(self.seen[id(value)][2]))
         attributes: dict[str, Any] = {}
-        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
-        if is_plain and not value.is_nested:
+        if type(value) in (Tensor, torch.nn.Parameter):
             # torch.compile notes attributes of its own on tensors; they change nothing.
             attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
         else:
-            self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}, {value.layout}"
+            self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}"
         of_attributes = self.take(attributes, (id(value), "attribute", "__dict__"))[0] if attributes else None
         return (Tensor, value.dtype, value.ndim, of_attributes), lambda filling: filling.tensors[n]
 
