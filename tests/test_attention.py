@@ -1509,7 +1509,7 @@ def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
     calls = []
 
     def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, kind="tried out")
+        call: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, outcome_key="tried out")
         calls.append(call)
         return proven(call, replay).out.cos()
 
@@ -1554,7 +1554,9 @@ def _storages_of_a_trial(fails: type[Exception] | None, hooks_are_allowed: bool)
             return Fails.apply(q + k + v), None
 
     kept: list[Any] = []
-    call: Any = SimpleNamespace(**dict.fromkeys("qkv", torch.randn(3, requires_grad=True)), needs_grad=True, kind="?")
+    call: Any = SimpleNamespace(
+        **dict.fromkeys("qkv", torch.randn(3, requires_grad=True)), needs_grad=True, outcome_key="?"
+    )
     forbidden = torch.autograd.graph.disable_saved_tensors_hooks("none here")
     with contextlib.nullcontext() if hooks_are_allowed else forbidden:
         try:

@@ -172,7 +172,7 @@ class _Kernel:
 
 def test_a_kernel_is_proven_only_when_its_gradient_had_memory() -> None:
     q, k, v = _qkv(learns=True)
-    given: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, kind="kind")
+    given: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, outcome_key="kind")
     kernel = _Kernel(MISSING)
     for runs in (2, 4):  # each call tries the gradient, which finds no memory, and then runs
         assert backends_call.proven(given, kernel).out.shape == q.shape

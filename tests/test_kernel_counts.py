@@ -215,8 +215,9 @@ def test_tensors_in_places_of_numbers() -> None:
         assert [a.name for a in varying.values()] == ["n"]
         inputs = {n: a.tensor(torch.float32, torch.device("cpu")) + 5 for n, a in varying.items()}
         assert torch.allclose(with_inputs(same, before, inputs)(*arguments), want)
-    assert flatten(scaled(4.0))[0].kind != flatten(scaled(4))[0].kind
-    assert flatten(by_partial(4))[0].kind != flatten(by_partial(-4))[0].kind  # the sign of a divisor matters
+    assert flatten(scaled(4.0))[0].key_without_numbers != flatten(scaled(4))[0].key_without_numbers
+    signed = [flatten(by_partial(n))[0].key_without_numbers for n in (4, -4)]
+    assert signed[0] != signed[1]  # the sign of a divisor matters
     with pytest.raises(Opaque, match="`FACTOR`, a global variable"):
         with_inputs(*flatten(reads_a_global), {0: torch.tensor(3)})
 

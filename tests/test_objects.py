@@ -174,9 +174,15 @@ def test_callable_objects_and_partials_are_registered() -> None:
         assert torch.allclose(flexmasks.attention(q, k, v, mask=name), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["scale", "q", "layout"])
-def test_parameters_are_not_named_as_arguments_of_the_call(name: str) -> None:
+@pytest.mark.parametrize("name", ["scale", "layout"])
+def test_parameters_named_as_arguments_of_the_call(name: str) -> None:
     namespace: dict[str, Any] = {}
-    exec(f"def odd(b, h, i, j, *, {name}=1): return i >= j", namespace)
-    with pytest.raises(ValueError, match=f"the parameter `{name}` of 'odd' needs another name"):
-        flexmasks.register_mask()(namespace["odd"])
+    exec(f"def odd_{name}(b, h, i, j, *, {name}: int): return i - j <= {name}", namespace)
+    flexmasks.register_mask()(namespace[f"odd_{name}"])
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    with pytest.raises(TypeError, match=rf"flexmasks.get_mask\('odd_{name}', {name}=...\)"):
+        flexmasks.attention(q, k, v, mask=f"odd_{name}")
+    mask = flexmasks.get_mask(f"odd_{name}", **{name: 2})
+    assert torch.allclose(
+        flexmasks.attention(q, k, v, mask=mask), flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= 2)
+    )

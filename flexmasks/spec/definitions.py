@@ -22,7 +22,7 @@ from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
-# Keyword arguments of `attention`, by which no mask or score can have a parameter.
+# Keyword arguments of `attention`. It hands on no parameters of these names.
 KEYWORDS = (
     "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
     "kernel_options", "layout",
@@ -140,6 +140,22 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
             f"its signature is {inspect.signature(function)}; parameters come after `*`."
         )
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+def check_names(definition: Definition, params: Iterable[str]) -> None:
+    """Raise TypeError if a parameter is unknown or missing."""
+    kind, name, known, given = definition.kind, definition.name, definition.parameters, list(params)
+    if unknown := [n for n in given if n not in known]:
+        takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
+        raise TypeError(
+            f"flexmasks: {kind} {name!r} has no parameter `{unknown[0]}`; takes {takes}{owners_of(unknown[0])}."
+        )
+    if missing := [p for n, p in known.items() if p.required and n not in given]:
+        wants = ", ".join(f"`{p.name}`" + (f" ({p.spec})" if p.spec else "") for p in missing)
+        written = f"flexmasks.get_{kind}({name!r}, {', '.join(f'{p.name}=...' for p in missing)})"
+        is_kept = any(p.name in KEYWORDS for p in missing)
+        hint = f": pass {written}, because attention has an argument of that name" if is_kept else ""
+        raise TypeError(f"flexmasks: {kind} {name!r} needs {wants}{hint}.")
 
 
 def hint_for(kind: str, value: Any) -> str:

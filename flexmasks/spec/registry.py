@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import KEYWORDS, OPERATORS, Definition, define, names
+from flexmasks.spec.definitions import OPERATORS, Definition, define, names
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -182,11 +182,6 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         _check_compiled(made)
-        if taken := [p for p in made.parameters if p in ("q", "k", "v", *KEYWORDS)]:
-            raise ValueError(
-                f"flexmasks.register_{kind}: the parameter `{taken[0]}` of {made.name!r} needs another name: it is an "
-                "argument of flexmasks.attention, which would never hand it on."
-            )
         known = names(kind).get(made.name) or OPERATORS.get((kind, made.name))
         earlier = known.function if known is not None else function
         if _place_of(earlier) != _place_of(function):

@@ -20,7 +20,17 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
 from flexmasks.spec.aliases import in_one_piece
-from flexmasks.spec.definitions import AND, CHAIN, FUNCTIONS, NOT, OR, Definition, define, definition, owners_of
+from flexmasks.spec.definitions import (
+    AND,
+    CHAIN,
+    FUNCTIONS,
+    NOT,
+    OR,
+    Definition,
+    check_names,
+    define,
+    definition,
+)
 from flexmasks.spec.parameters import Size, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.structure import Filling, Opaque, Readable, Recipe, Walk, flatten, key_of, tensors_of
@@ -66,18 +76,7 @@ class Modifier(Readable):
 
         Raises TypeError if a parameter is unknown or missing.
         """
-        known = definition.parameters
-        unknown = [name for name in params if name not in known]
-        if unknown:
-            takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
-            raise TypeError(
-                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes "
-                f"{takes}{owners_of(unknown[0])}."
-            )
-        missing = [p for name, p in known.items() if p.required and name not in params]
-        if missing:
-            wants = ", ".join(f"`{p.name}`" + (f" ({p.spec})" if p.spec else "") for p in missing)
-            raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} needs {wants}.")
+        check_names(definition, params)
         made = cls(definition, params)
         for name, value in made.params.items():
             for inner in _modifiers_in(value):
