@@ -186,3 +186,18 @@ def test_parameters_named_as_arguments_of_the_call(name: str) -> None:
     assert torch.allclose(
         flexmasks.attention(q, k, v, mask=mask), flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= 2)
     )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_that_an_object_holds_beside_what_is_read() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.window, self.graph = 3, torch.eye(8).to_sparse_csr()
+
+        def far(self) -> int:
+            return int(repr(self).count("Model")) * self.window
+
+    model = Model()
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    out = flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= model.far())
+    assert torch.allclose(out, flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= 3), atol=1e-6)

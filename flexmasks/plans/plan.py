@@ -29,7 +29,7 @@ from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.leaves import Leaves, Number
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, is_dense
 from flexmasks.spec.structure import (
     MAX_COMPILED_VALUES,
     Opaque,
@@ -120,7 +120,7 @@ class Plan:
         self.holds_aliases = False
         structure, leaves = flatten(value)
         self.tensors = leaves.all_tensors
-        check_dense(value, self.tensors)
+        check_dense(value, leaves.tensors)
         if compat.transforms_active():
             check_unbatched(value, self.tensors, offset)
         self.spread: Spread = []  # filled by `_bind`
@@ -321,7 +321,7 @@ class Plan:
 
 def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
     """Return a value with contiguous copies of its tensors, if it can be copied."""
-    if not all(t.is_contiguous() for t in tensors):
+    if not all(t.is_contiguous() for t in tensors if is_dense(t)):
         with contextlib.suppress(Opaque):
             return cast(_V, with_tensors(value, in_one_piece))
     return value
