@@ -270,9 +270,9 @@ def _why_not_loaded() -> str:
 
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
-    if call.is_traced and compat.transforms_active():
-        return "inside torch.compile its operator has no rules for transforms of torch.func"
     if call.is_traced:  # the user's torch.compile compiles it
+        if compat.transforms_active():
+            return "inside torch.compile its operator has no rules for transforms of torch.func"
         any_length = exports_any_length(call.q, call.k)
         return "lists of blocks would tie an exported program to a range of lengths" if any_length else None
     failed = _why_not_loaded()

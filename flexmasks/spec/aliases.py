@@ -42,9 +42,10 @@ class Aliases:
 
 def has_derivatives(tensor: Tensor) -> bool:
     """Whether a tensor needs a gradient, or has a derivative that is taken forward. An alias would have neither."""
-    if tensor.requires_grad or not (compat.in_forward_derivative() and tensor.is_floating_point()):
-        return tensor.requires_grad
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    if tensor.requires_grad:
+        return True
+    may_be_dual = compat.in_forward_derivative() and tensor.is_floating_point()
+    return may_be_dual and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:

@@ -142,15 +142,15 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
 
 
-def check_names(definition: Definition, params: Iterable[str]) -> None:
+def check_names(definition: Definition, params: Mapping[str, Any]) -> None:
     """Raise TypeError if a parameter is unknown or missing."""
-    kind, name, known, given = definition.kind, definition.name, definition.parameters, list(params)
-    if unknown := [n for n in given if n not in known]:
+    kind, name, known = definition.kind, definition.name, definition.parameters
+    if unknown := [n for n in params if n not in known]:
         takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
         raise TypeError(
             f"flexmasks: {kind} {name!r} has no parameter `{unknown[0]}`; takes {takes}{owners_of(unknown[0])}."
         )
-    if missing := [p for n, p in known.items() if p.required and n not in given]:
+    if missing := [p for n, p in known.items() if p.required and n not in params]:
         wants = ", ".join(f"`{p.name}`" + (f" ({p.spec})" if p.spec else "") for p in missing)
         written = f"flexmasks.get_{kind}({name!r}, {', '.join(f'{p.name}=...' for p in missing)})"
         is_kept = any(p.name in KEYWORDS for p in missing)
