@@ -311,7 +311,7 @@ def markdown(results: dict[str, Any]) -> str:
         is_first = r["who"] == OURS
         one = alone.get((r["case"], r["shape"]))
         rows.append([
-            r["case"] if is_first else "", r["shape"] if is_first else "", r["who"], str(r["ranks"]), f"{r['ms']:.4g}",
+            r["case"] if is_first else "", r["shape"] if is_first else "", r["who"], str(r["ranks"]), f"{r['ms']:g}",
             "" if one is None or r["who"] == ONE else f"{one / r['ms']:.2f} x", f"{r.get('peak_gib', '')}",
             f"{r['exchange_ms'] / r['ms']:.0%}" if "exchange_ms" in r else "",
             f"{r['imbalance']:.2f}" if "imbalance" in r else "",
