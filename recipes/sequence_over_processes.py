@@ -266,6 +266,7 @@ def work(rank: int, ways: list[str], sizes: Sizes, folder: str) -> None:
         runs[how] = tuple(train(f"{PROCESSES} processes, {how}", way, device, sizes._replace(steps=steps)))
     if rank == 0:
         torch.save(runs, Path(folder, "runs"))
+    gc.collect()  # modules that refer to each other hold gloo's threads, which must end before Python does
     dist.destroy_process_group()
 
 
