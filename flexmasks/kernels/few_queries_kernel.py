@@ -136,6 +136,17 @@ def _element_of_share(tiles, share, most, elements, LIST_HEADS: tl.constexpr, CO
 
 
 @triton.jit
+def _tiles_in_share(tiles, most, place, SPLIT: tl.constexpr):
+    """The first tile of an element's share at a place, and the end."""
+    begin, end = 0, tiles
+    if SPLIT:
+        in_share = tl.cdiv(tiles, tl.cdiv(tiles, most))
+        begin = place * in_share
+        end = tl.minimum(tiles, begin + in_share)
+    return begin, end
+
+
+@triton.jit
 def _shares_before(tiles, element, most, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
     before = tl.zeros((), tl.int32)
     for start in range(0, element, COUNTS):
@@ -332,6 +343,30 @@ def _attend_tiles(
     return row_max, total, acc
 
 
+@triton.jit
+def _store_share(shared, lines, line, row_max, total, acc, is_row, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr):
+    """Write what the rows of a share have seen: their results, largest scores, and sums of weights."""
+    column = tl.arange(0, V_WIDTH)
+    result = tl.where((total == 0)[:, None], 0.0, acc / total[:, None])  # NaN is not empty
+    is_written = is_row[:, None] & (column < V_SIZE)[None, :]
+    tl.store(shared + line[:, None] * V_SIZE + column[None, :], result, mask=is_written)
+    behind_rows = shared + lines.to(tl.int64) * V_SIZE
+    tl.store(behind_rows + line, row_max, mask=is_row)
+    tl.store(behind_rows + lines + line, total, mask=is_row)
+
+
+@triton.jit
+def _store_result(out, lse, line, row_max, total, acc, is_row, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr):
+    """Write the results of rows, and the log-sum-exp of their scores if it is wanted."""
+    column = tl.arange(0, V_WIDTH)
+    is_empty = total == 0  # NaN is not empty
+    result = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
+    is_written = is_row[:, None] & (column < V_SIZE)[None, :]
+    tl.store(out + line[:, None] * V_SIZE + column[None, :], result.to(out.dtype.element_ty), mask=is_written)
+    if lse is not None:
+        tl.store(lse + line, tl.where(is_empty, float("-inf"), row_max + tl.log(total)), mask=is_row)
+
+
 # Sizes, strides and bounds of bands.
 _NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"]
 _NUMBERS += ["q_start", "left", "right", "q_starts_stride", "kv_lens_stride"]
@@ -369,26 +404,19 @@ def attend_kernel(
     row_block = program % row_blocks
     key_head = program // row_blocks % key_heads
     share = program // row_blocks // key_heads
-    element = share
-    most = 0
-    first_share = 0
     if BAND:
         tiles = q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, left, right, kv_len, queries
     else:
         tiles = (
             partial_counts, full_counts, partial_count_batch, partial_count_head, full_count_batch, full_count_head
         )  # fmt: skip
+    element, most, first_share = share, 0, 0
     if SPLIT:
         most = _tiles_of_share(tiles, elements, shares, LIST_HEADS, COUNTS, BAND)
         element, first_share = _element_of_share(tiles, share, most, elements, LIST_HEADS, COUNTS, BAND)
     if element < elements:
         n_partial, n_full = _counts(tiles, element, elements, LIST_HEADS, BAND)
-        begin = 0
-        end = n_partial + n_full
-        if SPLIT:
-            in_share = tl.cdiv(end, tl.cdiv(end, most))
-            begin = (share - first_share) * in_share
-            end = tl.minimum(end, begin + in_share)
+        begin, end = _tiles_in_share(n_partial + n_full, most, share - first_share, SPLIT)
 
         b = (element // LIST_HEADS).to(tl.int64)
         list_head = (element % LIST_HEADS).to(tl.int64)
@@ -417,12 +445,12 @@ def attend_kernel(
         else:
             partial_tiles = partial + b * partial_batch + list_head * partial_head
             full_tiles = full + b * full_batch + list_head * full_head
-            visible_bytes = visible.to(tl.pointer_type(tl.int8), bitcast=True)
+            visible_rows = visible.to(tl.pointer_type(tl.int8), bitcast=True)
             if SAME:
                 first_head = list_head if LIST_HEADS > 1 else key_head.to(tl.int64) * GROUP
-                visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
+                visible_rows += (b * visible_batch + first_head * visible_head) * GRAIN
             else:
-                visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
+                visible_rows += (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
         weights, bias_rows = None, bias
         if bias is not None and SAME_BIAS:
             bias_rows = bias + b * bias_batch * GRAIN
@@ -447,27 +475,15 @@ def attend_kernel(
                 VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, PARTIAL,
             )  # fmt: skip
 
-        is_empty = total == 0  # NaN is not empty
-        acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
         if not CAP and bias is None:
             row_max *= _LN_2
-        v_column = tl.arange(0, V_WIDTH)
-        written = is_row[:, None] & (v_column < V_SIZE)[None, :]
         if SPLIT:
             line = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(shared + line[:, None] * V_SIZE + v_column[None, :], acc, mask=written)
-            behind_rows = shared + lines.to(tl.int64) * V_SIZE
-            tl.store(behind_rows + line, row_max, mask=is_row)
-            tl.store(behind_rows + lines + line, total, mask=is_row)
+            _store_share(shared, lines, line, row_max, total, acc, is_row, V_SIZE, V_WIDTH)
         else:
-            heads = key_heads * GROUP
-            if LIST_HEADS > 1:
-                heads = LIST_HEADS
+            heads = LIST_HEADS if LIST_HEADS > 1 else key_heads * GROUP
             line = (b * heads + head) * queries + query
-            tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
-            if lse is not None:
-                row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
-                tl.store(lse + line, row_lse, mask=is_row)
+            _store_result(out, lse, line, row_max, total, acc, is_row, V_SIZE, V_WIDTH)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -400,13 +400,18 @@ def bias_gradient_kernel(
         )
         weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
         acc += weights * (tl.dot(upstream, tl.trans(v_rows)) - delta[:, None])
-    at = d_bias + ((part * groups + group) * bias_heads + own_head).to(tl.int64) * bias_queries * keys
+    d_bias += ((part * groups + group) * bias_heads + own_head).to(tl.int64) * bias_queries * keys
+    _store_bias_gradient(d_bias, acc, block * ROWS + tl.arange(0, ROWS), key, queries, keys, ONE_QUERY)
+
+
+@triton.jit
+def _store_bias_gradient(d_bias, tile, query, key, queries, keys, ONE_QUERY: tl.constexpr):
+    """Write the gradient of a bias at some queries and keys, or with ONE_QUERY its sum over the queries."""
     if ONE_QUERY:
-        tl.store(at + key, tl.sum(acc, 0), mask=key < keys)
+        tl.store(d_bias + key, tl.sum(tile, 0), mask=key < keys)
     else:
-        query = block * ROWS + tl.arange(0, ROWS)
         inside = (query < queries)[:, None] & (key < keys)[None, :]
-        tl.store(at + query.to(tl.int64)[:, None] * keys + key[None, :], acc, mask=inside)
+        tl.store(d_bias + query.to(tl.int64)[:, None] * keys + key[None, :], tile, mask=inside)
 
 
 @triton.jit
