@@ -29,7 +29,7 @@ from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.planned import plan_call
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.request import Request
-from flexmasks.spec.structure import MAX_COMPILED_VALUES
+from flexmasks.spec.leaves import MAX_COMPILED_VALUES
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)

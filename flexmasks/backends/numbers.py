@@ -1,8 +1,7 @@
 """Numbers that functions read: a few values are compiled in, later values reach kernels otherwise.
 
-A kernel is compiled for each of the first values of a number. From then on a score change gets the number as a tensor,
-and a mask goes as data. Where neither can be, each value compiles a kernel, and one warning says so. After a later
-value, calls with the first values, too, compile no other kernels.
+That goes by the rule of `SeenValues`: from then on a score change gets the number as a tensor, and a mask goes as data.
+Where neither can be, each value compiles a kernel, and one warning says so.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from flexmasks.backends.call import Call
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.sizes import is_captured
-from flexmasks.spec.leaves import Number
-from flexmasks.spec.structure import MAX_COMPILED_VALUES, Opaque, flatten, with_inputs
+from flexmasks.spec.leaves import MAX_COMPILED_VALUES, Number, SeenValues
+from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
 _log = logging.getLogger("flexmasks")
 _SCORES = (-3.0, 0.5, 20.0)  # scores at which a function with inputs is compared with the function with numbers
@@ -31,11 +31,10 @@ _Values = tuple[int | float, ...]
 class _Known:
     """Values that the numbers of one kind of function had."""
 
-    compiled: set[_Values] = field(default_factory=set)
+    values: SeenValues = field(default_factory=lambda: SeenValues(MAX_COMPILED_VALUES))
     in_functions: list[_Values] = field(default_factory=list)  # of all numbers in the functions that kernels got
     checked: set[Hashable] = field(default_factory=set)  # keys of functions with inputs
     why_constant: str = ""  # why numbers cannot be inputs
-    had_more: bool = False  # more values came than are compiled in
     has_warned: bool = False
 
 
@@ -49,9 +48,7 @@ def are_many(call: Call, is_score: bool, has_kernel: Callable[[], bool] = lambda
         values came before.
     """
     known, numbers = _known(call, is_score)
-    if len(known.compiled) < MAX_COMPILED_VALUES:
-        return False
-    return _values(numbers) not in known.compiled or (known.had_more and not has_kernel())
+    return known.values.are_inputs(_values(numbers), has_kernel)
 
 
 def note_run(call: Call, is_score: bool, is_data: bool = False) -> None:
@@ -60,16 +57,10 @@ def note_run(call: Call, is_score: bool, is_data: bool = False) -> None:
     is_data: whether the mask went as data.
     """
     known, numbers = _known(call, is_score)
-    values = _values(numbers)
-    if not numbers or values in known.compiled:
+    if not numbers or (is_data and not known.values.is_full):
         return
-    if len(known.compiled) >= MAX_COMPILED_VALUES:
-        known.had_more = True
-        return
-    if is_data:
-        return
-    known.compiled.add(values)
-    if is_score and call.score is not None:
+    is_compiled = known.values.note(_values(numbers))
+    if is_compiled and is_score and call.score is not None:
         structure, leaves = flatten(call.score.mod())
         if structure.unreadable:
             known.why_constant = f"its function reads {structure.unreadable}"
@@ -111,12 +102,12 @@ def warn(call: Call, is_score: bool, reason: str = "") -> None:
     if known.has_warned:
         return
     known.has_warned = True
-    values = [*known.compiled, _values(numbers)]
+    values: list[Any] = [*known.values.compiled, _values(numbers)]
     names = sorted({n.name for k, n in enumerate(numbers) if len({v[k] for v in values}) > 1})
     _log.warning(
         "%s, read by a %s function, had more than %d values, and each compiles a kernel of its own, because %s; "
         "pass what changes often as a tensor",
-        ", ".join(f"`{name}`" for name in names), "score" if is_score else "mask", MAX_COMPILED_VALUES,
+        ", ".join(f"`{name}`" for name in names), "score" if is_score else "mask", known.values.most,
         reason or known.why_constant,
     )  # fmt: skip
 

@@ -28,10 +28,9 @@ from flexmasks.plans.sizes import is_captured, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
-from flexmasks.spec.leaves import Leaves, Number
+from flexmasks.spec.leaves import MAX_COMPILED_VALUES, Leaves, Number, SeenValues
 from flexmasks.spec.parameters import Size, is_dense
 from flexmasks.spec.structure import (
-    MAX_COMPILED_VALUES,
     Opaque,
     Structure,
     flatten,
@@ -41,7 +40,7 @@ from flexmasks.spec.structure import (
 from flexmasks.spec.values import Modifier, Spread
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
-_MAX_NOTED_SIZES = 64  # sizes that are noted for a value of a number
+_MAX_NOTED_SIZES = 384  # sizes that are noted for all values of numbers together
 _FACTORED_ON = ("cuda",)  # devices whose kernels take the factors of what a score change adds
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 
@@ -79,22 +78,17 @@ class Kind:
 
 @dataclass
 class _SeenNumbers:
-    """Values that the numbers of one kind of mask or score had."""
+    """Values that the numbers of one kind of mask or score had, by kernel keys, and the sizes where they were met."""
 
-    sizes: dict[Hashable, set[Size]] = field(default_factory=dict)  # by kernel key of a first value: where it was met
-    had_more: bool = False  # more values came than are compiled in
+    values: SeenValues = field(default_factory=lambda: SeenValues(MAX_COMPILED_VALUES))
+    sizes: set[tuple[Hashable, Size]] = field(default_factory=set)
 
-    def is_compiled_in(self, key: Hashable, size: Size) -> bool:
-        """Whether the value that a kernel key has is a constant of kernels for this size."""
-        if key not in self.sizes:
-            self.had_more = self.had_more or len(self.sizes) >= MAX_COMPILED_VALUES
-            if self.had_more:
-                return False
-            self.sizes[key] = set()
-        sizes = self.sizes[key]
-        if not self.had_more and len(sizes) < _MAX_NOTED_SIZES:
-            sizes.add(size)
-        return size in sizes or not self.had_more
+    def are_inputs(self, key: Hashable, size: Size) -> bool:
+        """Note a call, and return whether its numbers are inputs of kernels."""
+        self.values.note(key)
+        if not self.values.had_more and len(self.sizes) < _MAX_NOTED_SIZES:
+            self.sizes.add((key, size))
+        return self.values.are_inputs(key, lambda: (key, size) in self.sizes)
 
 
 _P = TypeVar("_P", bound=Prepared | MaskData | Whole | Spanned | Added)
@@ -184,10 +178,7 @@ class Plan:
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> None:
-        """Let numbers become inputs of the kernel once `MAX_COMPILED_VALUES` values of them have been compiled in.
-
-        After a later value the first ones do, too, at sizes that they have not had: no kernel is compiled for these.
-        """
+        """Let numbers become inputs by the rule of `SeenValues`: a kernel has a value compiled in for sizes it had."""
         lifted = flatten(self.value, contents=False, lifts=True)
         key_without_numbers = lifted[0].key
         if key_without_numbers == self.kernel_key:
@@ -196,7 +187,7 @@ class Plan:
         if seen is None:
             seen = _SeenNumbers()
             _NUMBERS.put(key_without_numbers, (), seen, FACT)
-        if not seen.is_compiled_in(self.kernel_key, self.size):
+        if seen.are_inputs(self.kernel_key, self.size):
             self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
 
     def _cached(

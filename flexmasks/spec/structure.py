@@ -43,7 +43,6 @@ _CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
 CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
 _OF_EVERY_MODULE = ("__builtins__", "__name__")
 _MAX_ARRAY = 1 << 12  # bytes of a NumPy array that are read at each call
-MAX_COMPILED_VALUES = 6  # values of a function's numbers that are compiled in, a kernel each
 
 
 class Opaque(Exception):
