@@ -46,14 +46,14 @@ from flexmasks.plans.checks import (
     fail,
 )
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.held import HeldPlan, Launch, unwrapped
+from flexmasks.plans.held import HeldPlan, Launch, without_plan
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.recorded import Form
 from flexmasks.plans.shifted import offset_of_last
-from flexmasks.plans.sizes import is_captured
+from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, functions_of
-from flexmasks.spec.definitions import is_own
+from flexmasks.spec.definitions import is_by_library
 from flexmasks.spec.structure import Opaque, flatten, plain_key, tensors_of, with_tensors
 from flexmasks.spec.values import Mask, Score
 
@@ -101,7 +101,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     with under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             return _run(q, k, v, request)
-        return as_nested(q, *_run(*laid_end_to_end(q, k, v, unwrapped(q, k, request))))
+        return as_nested(q, *_run(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -109,7 +109,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
     k, v = _for_each_batch_element(q, k, v)
     if not compat.is_compiling():
         return _run_eagerly(q, k, v, request)
-    request = unwrapped(q, k, request)
+    request = without_plan(q, k, request)
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
@@ -139,7 +139,7 @@ def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
-    request = unwrapped(q, k, request)
+    request = without_plan(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
         request = request._replace(sink_logits=None, return_lse=True)
@@ -175,7 +175,7 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     out, lse = _replayed_or_planned(q, k, v, request)
     if out.requires_grad and checkpointing.saves_by_hooks():
         # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
-        request = unwrapped(q, k, request)
+        request = without_plan(q, k, request)
         mask, score = from_arguments(request.mask, request.score, request.params)
         mask_mod = mask if request.block_mask is None else request.block_mask.mask_mod
         *_, check = frozen_functions(mask_mod, score, q, request.q_offset)
@@ -212,7 +212,7 @@ def _replayed_or_planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> t
 def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     """Return the greatest score of each query of a call, [B, H, Q]."""
     with under_autocast(q, k, v) as (q, k, v):
-        return greatest_of(q, *_for_each_batch_element(q, k, v), unwrapped(q, k, request))
+        return greatest_of(q, *_for_each_batch_element(q, k, v), without_plan(q, k, request))
 
 
 def _run_given(
@@ -220,7 +220,7 @@ def _run_given(
 ) -> tuple[Tensor, Tensor | None]:
     """Run a call of a mask, whose key and tensors are known."""
     sinks, inner = sinks_of(request)
-    if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
+    if known is not None and not (known[1] and is_capturing(q.device)):  # a captured call plans again at each replay
         again = run_again(*known, q, k, v, sinks)
         if again is not None:
             return again
@@ -228,40 +228,40 @@ def _run_given(
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
     result, planned = run_first_time(q, k, v, inner)
-    if known is not None and result.replay is not None and planned is not None and not is_captured(q.device):
+    if known is not None and result.replay is not None and planned is not None and not is_capturing(q.device):
         keep(*known, result.replay, planned)
     return with_sinks_of(result, sinks)
 
 
 def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call of a plan that the user holds. It finds what its earlier calls made ready without a search."""
-    plain = not held.is_own or request.score is not None or request.params or request.q_offset is not None
+    plain = not held.owns_tensors or request.score is not None or request.params or request.q_offset is not None
     if plain or compat.transforms_active():
-        return _replayed_or_planned(q, k, v, unwrapped(q, k, request))
+        return _replayed_or_planned(q, k, v, without_plan(q, k, request))
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
-    captured = bool(held.tensors) and is_captured(q.device)
-    launch = None if key is None or (captured and held.of_one_step) else held.launch(key)
+    capturing = bool(held.tensors) and is_capturing(q.device)
+    launch = None if key is None or (capturing and held.of_one_step) else held.launch(key)
     if key is not None and launch is not None:
-        launch.is_captured |= captured
+        launch.is_in_graph |= capturing
         again = _replayed(launch.replay, q, k, v, sinks)
         if again is not None:
             return again
         held.launches.pop(key, None)
-    request = unwrapped(q, k, request)
+    request = without_plan(q, k, request)
     inner = sinks_of(request)[1]
     if key is not None and (held.of_one_step or not held.tensors):
         known = _with_functions(key, inner)
         out = _run_given(q, k, v, request, known)
         replay = None if known is None else _REPLAYS.get(*known)
-        if replay is not None and not captured:
+        if replay is not None and not capturing:
             held.keep(key, Launch(replay, None if held.tensors else []))
         return out
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
     result, planned = run_first_time(q, k, v, inner)
-    may_keep = planned is not None and planned.call.holds_aliases and not captured
+    may_keep = planned is not None and planned.call.holds_aliases and not capturing
     if key is not None and result.replay is not None and planned is not None and may_keep:
         held.keep(key, Launch(result.replay, _forms_in_place(result.replay, planned)))
     return with_sinks_of(result, sinks)
@@ -482,7 +482,7 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
     for kind, value in (("mask", request.mask), ("score", request.score)):
         if value is None:
             key.append(None)
-        elif type(value) is str and is_own(kind, value):
+        elif type(value) is str and is_by_library(kind, value):
             key.append(value)
         elif type(value) is (Mask if kind == "mask" else Score) and value.own_key is not None:
             own_key, own_tensors = value.own_key

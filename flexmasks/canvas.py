@@ -22,7 +22,7 @@ from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.plan import outside_transforms
-from flexmasks.plans.sizes import block_size_for, is_captured
+from flexmasks.plans.sizes import block_size_for, is_capturing
 from flexmasks.request import Request
 from flexmasks.spec import pair
 from flexmasks.spec.arguments import get_mask
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
         if made is None:
             with compat.without_dispatch_modes(), outside_transforms(()), torch.no_grad():
                 made = self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
-            if not is_captured(device):
+            if not is_capturing(device):
                 _ORDERS.put((self, device), (), made, made.nbytes)
         return made
 
@@ -141,7 +141,7 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     order = request.params.get("order", own.get("order"))
     if not isinstance(order, str) or order != "auto":
         return None
-    if own.keys() & request.params.keys() or (is_value and not given.definition.own):
+    if own.keys() & request.params.keys() or (is_value and not given.definition.by_library):
         return None  # a parameter is given twice, and the call says so; or the mask is another one of this name
     # Where all lengths are that of the canvas, queries start at 0 if nothing is said.
     is_plain = request.score is None and isinstance(request.q_offset, int | None) and not request.q_offset

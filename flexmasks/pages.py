@@ -48,7 +48,7 @@ from flexmasks.plans.checks import (
 from flexmasks.plans.gathered import parts_of
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.shifted import offset_of_last, offsets_of
-from flexmasks.plans.sizes import is_captured
+from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
@@ -89,7 +89,7 @@ class _Cache(NamedTuple):
         for name, t in (("`page_table`", self.page_table), ("`kv_lens`", self.kv_lens)):
             if is_of_vmap(t):
                 refuse_vmap(call, name)
-        if can_be_read(self.kv_lens) and not is_captured(self.k.device):
+        if can_be_read(self.kv_lens) and not is_capturing(self.k.device):
             self.check_values(call)
 
 
@@ -179,7 +179,7 @@ def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Hashable,
     table, lens = cache.page_table, cache.kv_lens
     if not type(q) is type(table) is type(lens) is Tensor or vars(table) or vars(lens):
         return None
-    known = None if is_captured(q.device) else key_and_tensors(q, cache.k, cache.v, request)
+    known = None if is_capturing(q.device) else key_and_tensors(q, cache.k, cache.v, request)
     return None if known is None else (("pages", known[0]), [*known[1], lens, table])
 
 
@@ -327,7 +327,7 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     call, name = replace(planned.call, pages=pages), request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
-    if not is_captured(q.device):  # the values of the table are checked
+    if not is_capturing(q.device):  # the values of the table are checked
         cache.check_values(PAGED)
 
     def without_pages() -> Result:
@@ -374,7 +374,7 @@ def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tenso
     page_table, kv_lens, room = cache.page_table, cache.kv_lens, cache.room
     given = [cu_seqlens_q, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
-    is_kept = reads and not is_captured(q.device)
+    is_kept = reads and not is_capturing(q.device)
     key = "mixed", q.device, len(q), len(kv_lens), room, "tensor" if isinstance(q_offset, Tensor) else q_offset
     mixed = _LAYOUTS.get(key, given) if is_kept else None
     if mixed is None:
@@ -399,12 +399,12 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     """
     if not can_be_read(kv_lens):  # while torch traces, it keeps equal results by itself
         return offset_of_last(kv_lens, q_len)
-    captured = is_captured(kv_lens.device)
-    offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
+    capturing = is_capturing(kv_lens.device)
+    offset = None if capturing else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
         if kv_lens.device.type == "cpu":  # elsewhere reading values takes time
             check_are_last(PAGED, kv_lens, q_len)
         offset = offset_of_last(kv_lens, q_len)
-        if not captured:
+        if not capturing:
             _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
     return offset

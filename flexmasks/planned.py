@@ -33,7 +33,7 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import block_size_for, is_captured
+from flexmasks.plans.sizes import block_size_for, is_capturing
 from flexmasks.request import Request, checked
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.arguments import from_arguments, get_mask
@@ -231,7 +231,7 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
         k_dense,
         v_dense,
         inside_sequences(
-            ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits=not is_captured(q.device)
+            ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits=not is_capturing(q.device)
         ),
     )
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from flexmasks import calls, compat
 from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import fail
-from flexmasks.plans.held import unwrapped
+from flexmasks.plans.held import without_plan
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parts import Part, part_of
@@ -48,7 +48,7 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
                 "use flexmasks.integrations.distributed.attention."
             )
     check_placements(q, k, v)
-    request = unwrapped(q, k, request)
+    request = without_plan(q, k, request)
     if request.block_mask is not None or isinstance(request.q_offset, Tensor):
         fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
     if isinstance(request.q_offset, str):

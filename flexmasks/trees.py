@@ -235,7 +235,7 @@ def _check(call: str, x: Any, rows: torch.Size, dims: int | None = None) -> None
 
 def windowed(mask: Mask, window: int) -> Mask:
     """Return a mask whose queries see at most `window` keys before their own; in a tree, along their path."""
-    trees = [m for m in mask.inside() if m.name == "tree" and m.definition.own]
+    trees = [m for m in mask.inside() if m.name == "tree" and m.definition.by_library]
     if not trees:
         return mask & get_mask("band", lower=-window, upper=_FAR)
     for tree in trees:

@@ -156,7 +156,7 @@ FAULTS: list[Fault] = [
     Fault("spec/values.py", "for m in self.inside() for v in m.params", "for m in [self] for v in m.params"),
     Fault(
         "spec/values.py",
-        "    if definition.own and not all(map(_is_plain, params.values())):\n"
+        "    if definition.by_library and not all(map(_is_plain, params.values())):\n"
         '        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} '
         'has parameters of unknown types.")\n',
         "",
@@ -591,7 +591,7 @@ FAULTS: list[Fault] = [
     Fault("plans/held.py", " or structure.reads_objects", "", ("tests/test_plan_held.py",)),
     Fault(
         "plans/score_plan.py",
-        "Learning(made) if self.is_own else made",
+        "Learning(made) if self.is_by_library else made",
         "Learning(made)",
         ("tests/test_biases.py::test_numbers_of_learning_scores",),
     ),

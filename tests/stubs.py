@@ -28,7 +28,7 @@ __all__ = [
 
 def stub(kind: str) -> str:
     """Return the text of the stub of `flexmasks.masks` or `flexmasks.scores`."""
-    own = {name: d for name, d in sorted(names(kind).items()) if d.own}
+    own = {name: d for name, d in sorted(names(kind).items()) if d.by_library}
     functions = [_function(d) for name, d in own.items() if name not in BY_HAND]
     exported = "\n".join(f'    "{name}",' for name in own)
     typing = [name for name in ("Any", "Literal") if any(re.search(rf"\b{name}\b", f) for f in functions)]

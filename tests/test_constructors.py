@@ -18,9 +18,9 @@ from torch import Tensor
 import flexmasks
 from flexmasks.masks import causal, document, sliding_window
 from flexmasks.scores import alibi, softcap
-from flexmasks.spec.definitions import definition, is_own
+from flexmasks.spec.definitions import definition, is_by_library
 
-OWN = [e for e in [*flexmasks.list_masks(), *flexmasks.list_scores()] if is_own(e.kind, e.name)]
+OWN = [e for e in [*flexmasks.list_masks(), *flexmasks.list_scores()] if is_by_library(e.kind, e.name)]
 MADE = [e for e in OWN if e.name not in ("packed", "paged")]  # whose constructors are not written by hand
 Q, K, V = torch.randn(3, 1, 2, 24, 8, dtype=torch.float64)
 

@@ -350,8 +350,8 @@ def test_the_library_s_own_functions(kind: str) -> None:
         if inexact(made, *look) and not forms._way_to_rewrite(made, *look):
             refused.add(name.name)
         if kind == "mask":
-            assert value.is_own()
-            assert not (value & (lambda b, h, q, kv: q >= kv)).is_own()
+            assert value.is_by_library()
+            assert not (value & (lambda b, h, q, kv: q >= kv)).is_by_library()
     assert refused <= {"flashmask", "slices", "vision_cross"}
 
 

@@ -312,9 +312,9 @@ def test_mask_functions(name: str) -> None:
             assert torch.equal(_dense(mask), _theirs(function, step, padding)), (step, padding)
     late = _made(function, "all", None, make_mask)
     if expected is None:
-        assert not late.mask.is_own()
+        assert not late.mask.is_by_library()
     else:
-        assert late.mask.is_own()
+        assert late.mask.is_by_library()
         assert repr(late.mask).startswith(expected)
 
 

@@ -451,10 +451,10 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
 
     for name, function in (("another_causal", causal), ("wrapped_causal", wrapped)):
         flexmasks.register_mask(name=name)(function)
-        assert not flexmasks.get_mask(name).is_own()
-    assert flexmasks.packed("causal", [0, 9]).is_own()
+        assert not flexmasks.get_mask(name).is_by_library()
+    assert flexmasks.packed("causal", [0, 9]).is_by_library()
     assert all(d.own for d in definitions.OPERATORS.values())
-    assert flexmasks.get_mask("causal").is_own()
+    assert flexmasks.get_mask("causal").is_by_library()
 
 
 def _window(ids: Tensor) -> Mask:

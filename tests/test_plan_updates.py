@@ -203,7 +203,7 @@ def test_updates_that_captured_calls_refuse_leave_the_plan(of_groups: str) -> No
     plan = flexmasks.plan(of_groups, 1300, groups=groups // 50)
     want = flexmasks.attention(*tensors, mask=plan, backend="flex")
     for launch in plan.launches.values():
-        launch.is_captured = True
+        launch.is_in_graph = True
     with pytest.raises(RuntimeError, match="other shapes"):
         plan.update(groups=groups // 200)
     assert len(plan.launches) == 1

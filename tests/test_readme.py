@@ -38,7 +38,7 @@ from benchmarks import softmax as bench_softmax
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
 from flexmasks.pictures.pages import page
-from flexmasks.spec.definitions import is_own
+from flexmasks.spec.definitions import is_by_library
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
@@ -57,7 +57,7 @@ def results(name: str) -> dict[str, Any]:
 def own(kind: str) -> str:
     """Return the page of the library's own masks or scores, without those of tests."""
     entries = flexmasks.list_masks() if kind == "mask" else flexmasks.list_scores()
-    return page(kind, [entry for entry in entries if is_own(kind, entry.name)])
+    return page(kind, [entry for entry in entries if is_by_library(kind, entry.name)])
 
 
 def speed() -> str:

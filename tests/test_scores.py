@@ -411,7 +411,7 @@ def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypat
     reads: list[Tensor] = []
     to_list = Tensor.tolist
     for module in (plan, score_plan):
-        monkeypatch.setattr(module, "is_captured", lambda device: True)  # values of tensors may then not be checked
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)  # values of tensors may then not be checked
     monkeypatch.setattr(Tensor, "tolist", lambda x: (reads.append(x), to_list(x))[1])
     request = Request(mask, score, {}, None, None, 0, None, False, "auto", None)
     planned = plan_call(q, q, q, request)

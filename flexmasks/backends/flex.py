@@ -148,7 +148,7 @@ class FlexReplay(Replay):
                 call.what,
                 key,
                 shapes,
-                may_be_data=not (as_data or call.mask.is_own or shapes is None or forms.has_failed(call))
+                may_be_data=not (as_data or call.mask.is_by_library or shapes is None or forms.has_failed(call))
                 and backend != "FLASH",  # flex may compile what FLASH cannot
             ),
             score_mod=score_mod,

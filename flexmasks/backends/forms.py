@@ -35,7 +35,7 @@ def refuses(call: Call) -> str | None:
     """Return why Inductor can compute neither functions nor data of a call, or None."""
     if call.is_traced:
         return None
-    if call.score is not None and not call.score.is_own:
+    if call.score is not None and not call.score.is_by_library:
         reason = _inexact(call, call.score.mod, is_score=True)
         if reason and reason not in WAYS:
             hint = f"; {_HOW_NOT_NEGATIVE}" if reason == NEGATIVE else ""
@@ -83,7 +83,7 @@ def way_in_trace(call: Call, is_score: bool) -> str:
 
 def _look_in_trace(call: Call, is_score: bool) -> str:
     part = call.score if is_score else call.mask
-    if part is None or part.is_own or part.opaque:
+    if part is None or part.is_by_library or part.opaque:
         return ""
     mod, device = part.mod(), call.q.device
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
@@ -98,13 +98,13 @@ def _look_in_trace(call: Call, is_score: bool) -> str:
 
 def why_inexact(call: Call) -> str:
     """Return why Inductor may compute the mask otherwise than Python does, or ""."""
-    reason = "" if call.mask.is_own else _inexact(call, call.mask.mod, is_score=False)
+    reason = "" if call.mask.is_by_library else _inexact(call, call.mask.mod, is_score=False)
     return "" if reason in WAYS else reason
 
 
 def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
-    way = "" if call.mask.is_own or call.is_traced else _inexact(call, call.mask.mod, is_score=False)
+    way = "" if call.mask.is_by_library or call.is_traced else _inexact(call, call.mask.mod, is_score=False)
     if way not in WAYS or (for_flash and way in FROM_THE_FRONT):
         return block_mask
     rewritten = copy.copy(block_mask)
@@ -129,7 +129,7 @@ def compiled_score(
         if made is not None and (not reason or reason in WAYS):
             return _rewritten(made[0], reason), made[1]
         numbers.warn(call, is_score=True, reason=reason)
-    way = "" if call.score.is_own else _inexact(call, call.score.mod, is_score=True)
+    way = "" if call.score.is_by_library else _inexact(call, call.score.mod, is_score=True)
     # FLASH is refused if an index may be negative at the call's own sizes.
     return _rewritten(call.score.mod(), "" if for_flash and way in FROM_THE_FRONT else way), key
 
@@ -149,9 +149,9 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
     if _is_as_fast(call):
         return _AS_FAST
     reason = why_inexact(call)
-    if not reason and call.mask.is_own and not for_flash and _is_dear(call):
+    if not reason and call.mask.is_by_library and not for_flash and _is_dear(call):
         reason = _DEAR
-    if not reason and not call.mask.is_own and has_failed(call):
+    if not reason and not call.mask.is_by_library and has_failed(call):
         reason = _FAILED if _can_be_read(call) else ""
     if reason or is_compiled:
         return reason
@@ -164,7 +164,7 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
 
 def _is_as_fast(call: Call) -> bool:
     """Return whether a user's mask goes as data because kernels read it as fast as they compute its function."""
-    return call.mask.reads_data_as_fast and not (call.is_traced or call.mask.is_own) and _can_be_read(call)
+    return call.mask.reads_data_as_fast and not (call.is_traced or call.mask.is_by_library) and _can_be_read(call)
 
 
 def _can_be_read(call: Call) -> bool:

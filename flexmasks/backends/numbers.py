@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks.backends.call import Call
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
-from flexmasks.plans.sizes import is_captured
+from flexmasks.plans.sizes import is_capturing
 from flexmasks.spec.leaves import MAX_COMPILED_VALUES, Number, SeenValues
 from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
@@ -74,7 +74,7 @@ def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | No
     The result is None if numbers must be constants.
     """
     known, _ = _known(call, is_score=True)
-    if call.score is None or known.why_constant or is_captured(call.q.device):
+    if call.score is None or known.why_constant or is_capturing(call.q.device):
         return None
     function = call.score.mod()
     try:

@@ -174,7 +174,7 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
     of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
     with torch.no_grad():
         visible, *spans = spanned_of(SizedMask(of_mask, mask.offset, mask.size, False, (1, 1)))
-    is_own = is_bias(of_score, score.size)
-    added = as_rows([of_score.params["bias"]]) if is_own else added_of(of_score, score.offset, score.size)
+    has_one_bias = is_bias(of_score, score.size)
+    added = as_rows([of_score.params["bias"]]) if has_one_bias else added_of(of_score, score.offset, score.size)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     return torch.ops.flexmasks.short(q, k, v, visible, *spans, added, scale)  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ def traced_block_mask(
 def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | None) -> None:
     """Check that a mask which may depend on the batch element or the head is given their numbers."""
     for inner in mask.inside():
-        reads_b, reads_h = (False, False) if inner.definition.own else _reads_batch_and_heads(inner)
+        reads_b, reads_h = (False, False) if inner.definition.by_library else _reads_batch_and_heads(inner)
         reads_h = reads_h or inner.implied_size("H") is not None
         for name, n, is_read in (("batch", batch, reads_b), ("heads", heads, reads_h)):
             if is_read and n is None:

@@ -155,7 +155,7 @@ def code(kind: str, name: str) -> str:
 def _code(value: Modifier, length: int) -> str:
     kind, name, module = value.kind, value.name, value.definition.function.__module__
     lines = ["import torch", "import flexmasks"]
-    if not value.definition.own and module != "__main__":
+    if not value.definition.by_library and module != "__main__":
         lines.append(f"import {module}  # registers {name}")
     heads = value.implied_size("H") or _HEADS
     lines += ["", f"q, k, v = torch.randn(3, 1, {heads}, {length}, 64)"]

@@ -35,8 +35,8 @@ def page(kind: str, entries: Iterable[Entry]) -> str:
 def _section(kind: str, entry: Entry) -> str:
     registered = definition(kind, entry.name)
     file = f"{registered.function.__module__.rpartition('.')[2]}.py"
-    signature = f"`{entry.signature}`"
-    parts = [f"### {entry.name}", f"{signature} in [{file}]({file})" if registered.own else signature, entry.summary]
+    where = f" in [{file}]({file})" if registered.by_library else ""
+    parts = [f"### {entry.name}", f"`{entry.signature}`{where}", entry.summary]
     body = [p for p in registered.doc.split("\n\n")[1:] if not p.startswith(("Source:", "Peers:"))]
     if body:
         parts.append("```text\n{}\n```".format("\n\n".join(body)))

@@ -91,8 +91,8 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
     """
     if value.definition in _OPERATORS:
         return any(reads_queries(m, size, if_wrong) for m in value.operands())
-    table = value.params.get(_TABLES.get(value.name, "")) if value.definition.own else None
-    is_placed = value.definition.own and value.name in _PLACED
+    table = value.params.get(_TABLES.get(value.name, "")) if value.definition.by_library else None
+    is_placed = value.definition.by_library and value.name in _PLACED
     if is_placed or (isinstance(table, Tensor) and is_dense(table) and table.shape[-2] in (1, size.q_len)):
         return False
     key = None

@@ -36,7 +36,7 @@ class Launch:
 
     replay: Any
     forms: list[tuple[MaskPlan | ScorePlan, str, tuple[int, int] | None, Form]] | None
-    is_captured: bool = False  # a CUDA graph holds it
+    is_in_graph: bool = False  # a CUDA graph holds it
 
     def with_new_values(self, known: set[int]) -> list[tuple[Tensor, Tensor]] | None:
         """Return the tensors that it reads, each with its new value, or None if they cannot have it.
@@ -97,7 +97,7 @@ class HeldPlan:
     q_offset: Offset
     launches: dict[Hashable, Launch] = field(default_factory=dict, repr=False)
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
-    is_own: bool = False
+    owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _versions: list[int] = field(default_factory=list, repr=False)
 
@@ -116,7 +116,7 @@ class HeldPlan:
         is_sized = self.sizes.batch is not None and self.sizes.heads is not None
         if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
-        self.is_own = True
+        self.owns_tensors = True
 
     def _own_tensors(self, structure: Structure, leaves: Leaves, of_offset: list[Tensor]) -> None:
         own = [*leaves.tensors, *of_offset]
@@ -159,7 +159,7 @@ class HeldPlan:
 
     def update(self, **given: Any) -> None:
         """Replace values of tensors, and all that was planned with them, in the same memory."""
-        if not self.is_own:
+        if not self.owns_tensors:
             raise ValueError(
                 "flexmasks.Plan.update: the plan has no tensors of its own, because its mask or score learns or reads "
                 "variables that cannot be copied; calls see changes of these by themselves."
@@ -167,7 +167,7 @@ class HeldPlan:
         new = {name: self._checked(name, value) for name, value in given.items()}
         if self.sizes.device == _HOST:
             self._check_new_values(new)
-        held = [key for key, launch in self.launches.items() if launch.is_captured and launch.forms is None]
+        held = [key for key, launch in self.launches.items() if launch.is_in_graph and launch.forms is None]
         if held:
             raise RuntimeError(
                 "flexmasks.Plan.update: a CUDA graph holds a call whose backend reads values of tensors when it plans; "
@@ -252,7 +252,7 @@ class HeldPlan:
         known: set[int] = set()
         found = {key: launch.with_new_values(known) for key, launch in self.launches.items()}
         forgotten = [key for key, pairs in found.items() if pairs is None]
-        if any(self.launches[key].is_captured for key in forgotten):
+        if any(self.launches[key].is_in_graph for key in forgotten):
             raise RuntimeError(
                 "flexmasks.Plan.update: a CUDA graph holds a call whose tensors have other shapes for these values; "
                 "capture it again with a new plan."
@@ -281,8 +281,8 @@ def _may_wrap(value: Tensor, dtype: torch.dtype) -> bool:
 _UPDATE = "flexmasks.Plan.update"
 
 
-def unwrapped(q: Any, k: Any, request: Any) -> Any:
-    """The request with the mask and the score change of its plan, whose sizes are checked."""
+def without_plan(q: Any, k: Any, request: Any) -> Any:
+    """The request with the mask and the score change of its plan in its place; the sizes are checked."""
     held = request.mask
     if not isinstance(held, HeldPlan):
         return request

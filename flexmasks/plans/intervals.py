@@ -46,7 +46,7 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     bands: list[Band] = []
     lens: Tensor | None = None
     for part in _parts(mask):
-        if part.definition.own and part.name == "padding":
+        if part.definition.by_library and part.name == "padding":
             given = part.checked(size)["seq_lens"]
             if lens is not None or given is not part.params["seq_lens"]:
                 return None

@@ -34,9 +34,9 @@ from flexmasks.plans.plan import (
     cannot_record,
     with_contiguous_tensors,
 )
-from flexmasks.plans.recorded import Form, memory_of_capture
+from flexmasks.plans.recorded import Form, memory_of_graph
 from flexmasks.plans.shifted import Offset, shifted_mask
-from flexmasks.plans.sizes import BLOCK_SIZE, is_captured, sized
+from flexmasks.plans.sizes import BLOCK_SIZE, is_capturing, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.aliases import Aliases
@@ -151,7 +151,7 @@ class MaskPlan(Plan):
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
     def _check_first_values(self) -> None:
-        if self._kind_key is None or is_captured(self.size.device):
+        if self._kind_key is None or is_capturing(self.size.device):
             return
         key = self._kind_of("intervals")
         if PROGRAMS.get(key) is None:
@@ -165,15 +165,15 @@ class MaskPlan(Plan):
         return self._cached(_BLOCKS, self._build, *key, suits=suits)
 
     def _build(self) -> _PreparedMask:
-        inputs, captured = self.inputs, is_captured(self.size.device)
+        inputs, capturing = self.inputs, is_capturing(self.size.device)
         if not self._allows_bounds:
-            if captured:
+            if capturing:
                 return self._build_by_bounds()
             reads = f"the function reads {self.unreadable}"
             return self._build_exactly(why=reads if self.opaque else "lists, or tensors that learn")
         size, key = self.size, self._kind_of(self.block_size)
         kind = PROGRAMS.get(key)
-        if captured and (kind is None or kind.recorded is None):
+        if capturing and (kind is None or kind.recorded is None):
             return self._build_by_bounds()
         if kind is None:
             function = "at other sizes", self._kind_key, size.device, self.block_size
@@ -181,7 +181,7 @@ class MaskPlan(Plan):
                 prepared, kind = self._build_first_of_kind()
             else:
                 prepared, kind = self._build_by_bounds(), Kind("")
-            PROGRAMS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
+            PROGRAMS.put(key, (), kind, ENTRY + memory_of_graph(prepared.nbytes))
             if not kind.why_exact:
                 PROGRAMS.put(function, (), kind, ENTRY)
             return prepared
@@ -370,7 +370,7 @@ class MaskPlan(Plan):
         if self.opaque or not (self.tensors or reads_made_tensors(self.value, self._prepared.resolved)):
             return False
         known = _MOSTLY_PARTIAL.get(self.kernel_key)
-        if known is None and not is_captured(self.size.device):
+        if known is None and not is_capturing(self.size.device):
             indices = self._prepared.layout.indices
             known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
             _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
@@ -385,7 +385,7 @@ class GivenPlan:
     reads_data_as_fast = False
     window: Window | None = None
     intervals: Intervals | None = None
-    is_own = False
+    is_by_library = False
     what = "a given block mask"
 
     def __init__(self, block_mask: compat.BlockMask, aliases: Aliases | None = None) -> None:

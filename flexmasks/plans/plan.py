@@ -22,9 +22,9 @@ from flexmasks.plans.bounds import tensors_in, unread
 from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
-from flexmasks.plans.recorded import Recorded, memory_of_capture
+from flexmasks.plans.recorded import Recorded, memory_of_graph
 from flexmasks.plans.shifted import Offset
-from flexmasks.plans.sizes import is_captured, sized
+from flexmasks.plans.sizes import is_capturing, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
@@ -158,9 +158,9 @@ class Plan:
         return structure.key_without_numbers, leaves.numbers
 
     @property
-    def is_own(self) -> bool:
+    def is_by_library(self) -> bool:
         """Return whether this library, not a user, wrote all functions."""
-        return self.value.is_own()
+        return self.value.is_by_library()
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -198,8 +198,8 @@ class Plan:
         suits: Callable[[_P], bool] | None = None,
     ) -> _P:
         """Return what the cache holds for this plan, or build it; also if what the cache holds does not suit."""
-        tensors, captured = self.inputs, is_captured(self.size.device)
-        if self.opaque or (captured and tensors):
+        tensors, capturing = self.inputs, is_capturing(self.size.device)
+        if self.opaque or (capturing and tensors):
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
@@ -207,7 +207,7 @@ class Plan:
         if prepared is None or (suits is not None and not suits(prepared)):
             with outside_transforms(tensors):
                 prepared = build()
-            if captured:  # the CUDA graph's own memory, which holds nothing before the graph runs
+            if capturing:  # the CUDA graph's own memory, which holds nothing before the graph runs
                 return prepared
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
             learned = isinstance(prepared, Prepared) and bool(tensors_in(prepared.resolved))
@@ -266,9 +266,9 @@ class Plan:
         raise NotImplementedError
 
     def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]], factored: bool) -> list[Tensor]:
-        captured, inputs = is_captured(self.size.device), self.inputs
+        capturing, inputs = is_capturing(self.size.device), self.inputs
         # A sum and its factors differ in their shapes, and a kernel is compiled for each.
-        records_first = factored and not captured and self.size.device.type in _FACTORED_ON
+        records_first = factored and not capturing and self.size.device.type in _FACTORED_ON
         if self._kind_key is None:
             alone = Kind("")
             if records_first and not (inputs or self.opaque):
@@ -279,19 +279,19 @@ class Plan:
         is_first = kind is None
         if kind is None:
             kind = Kind("", records_soon=self.size.device.type != "cpu")
-            if not captured:
+            if not capturing:
                 self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:
             kind.plans += 1
-        if not captured and (records_first or not is_first):
+        if not capturing and (records_first or not is_first):
 
             def run_with(*tensors: Tensor) -> list[Tensor]:
                 return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
             kind.record(lambda: Recorded(run_with, inputs, factored=factored))
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
-        if is_first and not captured:
-            PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
+        if is_first and not capturing:
+            PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
         self._recorded[name] = kind.recorded
         return tensors
 

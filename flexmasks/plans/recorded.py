@@ -21,16 +21,16 @@ from flexmasks.plans.tracing import Program, trace
 from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
-_MAX_CAPTURED_ELEMENTS = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
+_MAX_ELEMENTS_IN_GRAPH = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _LOCK = threading.RLock()  # held while a CUDA graph runs and its outputs are copied
-_CAPTURED_ON = ("cuda",)
+_GRAPHS_ON = ("cuda",)
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
 
 
-def memory_of_capture(nbytes: int) -> int:
+def memory_of_graph(nbytes: int) -> int:
     """About how many bytes a CUDA graph holds whose outputs have `nbytes`."""
-    return 4 * nbytes if nbytes <= 4 * _MAX_CAPTURED_ELEMENTS else 0
+    return 4 * nbytes if nbytes <= 4 * _MAX_ELEMENTS_IN_GRAPH else 0
 
 
 class Recorded:
@@ -53,22 +53,22 @@ class Recorded:
         with _plain_tensors():
             self._run = trace(function, inputs, factored)
         self.varies = self._run.varies
-        self._captured: _Captured | None = None
+        self._in_graph: _Graph | None = None
         self._may_capture = True  # until it is tried
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, in memory of their own."""
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
-            if not inputs or inputs[0].device.type not in _CAPTURED_ON or torch.cuda.is_current_stream_capturing():
+            if not inputs or inputs[0].device.type not in _GRAPHS_ON or torch.cuda.is_current_stream_capturing():
                 return self._run_alone(inputs)
             device = inputs[0].device
             with _LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
                     self._may_capture = False
-                    self._captured = _Captured.of(self._run, inputs)
-                if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
+                    self._in_graph = _Graph.of(self._run, inputs)
+                if self._in_graph is None or self._in_graph.raw_stream != compat.raw_stream(device):
                     return self._run_alone(inputs)
-                return self._captured(inputs)
+                return self._in_graph(inputs)
 
     def _run_alone(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run without a CUDA graph; outputs that are part of an input, or the same at each run, are copied."""
@@ -115,7 +115,7 @@ def _is_current(device: torch.device) -> bool:
     return device.index == torch.cuda.current_device()
 
 
-class _Captured:
+class _Graph:
     """A CUDA graph of operations, with its inputs and outputs in fixed places. It runs on one stream only."""
 
     def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
@@ -135,21 +135,21 @@ class _Captured:
         stream.wait_stream(side)
 
     @classmethod
-    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
-        """The captured operations, None if they take too much memory or cannot be captured."""
-        if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Graph | None:
+        """The graph of operations, None if they take too much memory or cannot be captured."""
+        if sum(x.numel() for x in inputs) > _MAX_ELEMENTS_IN_GRAPH:
             return None
         was_collecting = gc.isenabled()
         gc.disable()  # what dies in a capture may wait for the GPU, which ends the capture
         try:
-            captured = cls(run, inputs)
+            graph = cls(run, inputs)
         except RuntimeError as error:  # such as an operation that no graph can hold
             _log.warning("a plan cannot be captured in a CUDA graph, and takes more of the host's time: %s", error)
             return None
         finally:
             if was_collecting:
                 gc.enable()
-        return captured if sum(t.numel() for t in captured._outputs) <= _MAX_CAPTURED_ELEMENTS else None
+        return graph if sum(t.numel() for t in graph._outputs) <= _MAX_ELEMENTS_IN_GRAPH else None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for place, x in zip(self._places, inputs, strict=True):

@@ -16,7 +16,7 @@ from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
 from flexmasks.plans.shifted import Offset, shifted_score
-from flexmasks.plans.sizes import is_captured, sized
+from flexmasks.plans.sizes import is_capturing, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import cap_of
@@ -33,8 +33,8 @@ _SCORES: Part[Prepared] = Part(PLANS, "scores")
 def is_bias(score: Score, size: Size) -> bool:
     """Whether a score change adds a tensor of the user's as it is, with a row for each query or one for all."""
     bias = score.params.get("bias")
-    is_own = score.definition.own and score.definition.name in _BIASES
-    return is_own and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
+    is_known = score.definition.by_library and score.definition.name in _BIASES
+    return is_known and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
 
 
 class ScorePlan(Plan):
@@ -85,7 +85,7 @@ class ScorePlan(Plan):
             return Summand([], lambda _: added_by(score_mod, size))
         made: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: added_by(functions.fill(tensors), size)  # noqa: E731
         # A user's function may do what its operations do not tell, as to read `tensor.data` or add hooks.
-        return Summand(leaves.tensors, Learning(made) if self.is_own else made)
+        return Summand(leaves.tensors, Learning(made) if self.is_by_library else made)
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """What a kernel reads: "added", or what "functions" read of the user's tensors alone."""
@@ -102,7 +102,7 @@ class ScorePlan(Plan):
 
         What tensors hold makes no line, and in a CUDA graph none is looked for.
         """
-        if not isinstance(self.offset, int) or is_captured(self.size.device):
+        if not isinstance(self.offset, int) or is_capturing(self.size.device):
             return None
         added, recorded = self.added, self._recorded.get("added")
         if self.inputs and (recorded is None or recorded.varies[0]):
@@ -119,7 +119,7 @@ class ScorePlan(Plan):
         is_known = not self.opaque and _TRIED.get(key) is not None
         # On a GPU the values are read for the first score of a kind only.
         reads = self.size.device.type == "cpu" or not is_known
-        if is_captured(self.size.device) or not reads:
+        if is_capturing(self.size.device) or not reads:
             return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
         resolved = self.score.resolve(sized(self.size, self.offset))
         if not is_known:

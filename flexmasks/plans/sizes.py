@@ -17,7 +17,7 @@ _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the blo
 MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 
 
-def is_captured(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph captures the operations of a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -67,8 +67,8 @@ class _Traced:
         return any(t.ndim == 0 for t in self.tensors)
 
     @property
-    def is_own(self) -> bool:
-        return self.value is not None and self.value.is_own()
+    def is_by_library(self) -> bool:
+        return self.value is not None and self.value.is_by_library()
 
     def mod(self) -> Callable[..., Tensor]:
         """The function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
@@ -113,7 +113,7 @@ class TracedMask(_Traced):
         """Whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
         if self.value is None:
             return False
-        if not self.is_own:
+        if not self.is_by_library:
             return bool(self.tensors) or self._reads_made_tensors()
         few, length = compat.size_hint(self.size.batch * self.size.heads), compat.size_hint(self.size.kv_len)
         for inner in self.value.inside():

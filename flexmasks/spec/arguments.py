@@ -138,7 +138,7 @@ def functions_of(kind: str, value: Any) -> Any:
     """
     if isinstance(value, str):
         known = definition(kind, value)
-        return value if known.own else known.functions
+        return value if known.by_library else known.functions
     if isinstance(value, (list, tuple)):
         return [functions_of(kind, v) for v in value]
     return value

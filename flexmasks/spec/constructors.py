@@ -20,7 +20,7 @@ def constructors(kind: str, **written: Constructor) -> dict[str, Constructor]:
 
     written: those that are written by hand, by their names.
     """
-    own = {name: d for name, d in sorted(names(kind).items()) if d.own}
+    own = {name: d for name, d in sorted(names(kind).items()) if d.by_library}
     made = {name: written.get(name) or _constructor(d) for name, d in own.items()}
     CONSTRUCTORS[kind].update({name: (constructor, own[name]) for name, constructor in made.items()})
     return made

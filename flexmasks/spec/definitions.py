@@ -47,12 +47,12 @@ class Definition:
     template: str = ""  # how an operator is printed, such as " & "
     captured: Captured | str | None = None  # by the functions, or why they cannot be read; None if nobody looked
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
-    own: bool = field(init=False)
+    by_library: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "own", self._is_own())
+        object.__setattr__(self, "by_library", self._is_by_library())
 
-    def _is_own(self) -> bool:
+    def _is_by_library(self) -> bool:
         # A user may pass or register one of the library's functions, under another name, as their own.
         # The functions of operators, such as a mask's part, are private.
         function = getattr(self.function, "__name__", "")
@@ -70,7 +70,7 @@ class Definition:
 
     def with_captured(self) -> Definition:
         """The definition with ways to what its functions captured, which a user's torch.compile needs."""
-        if self.captured is not None or self.own or compat.is_compiling():
+        if self.captured is not None or self.by_library or compat.is_compiling():
             return self
         return replace(self, captured=captured_of(*map(_as_function, self.functions)))
 
@@ -321,10 +321,10 @@ def owners_of(parameter: str) -> str:
     return f"; `{parameter}` is a parameter {', and '.join(parts)}" if parts else ""
 
 
-def is_own(kind: str, name: str) -> bool:
+def is_by_library(kind: str, name: str) -> bool:
     """Whether a name is one of the library's own, whose functions never change."""
     known = _NAMES[kind].get(name)
-    return known is not None and known.own
+    return known is not None and known.by_library
 
 
 def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:

@@ -45,7 +45,7 @@ def encode(mask: Modifier, device: torch.device) -> Flat:
 def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
     definition = mask.definition
     name, captured = definition.name, "()"
-    if not definition.own:
+    if not definition.by_library:
         name, values = _name_and_captured(definition)
         captured = text_of(tuple(values), leaves)
     params = ""
@@ -54,7 +54,7 @@ def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
         if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
             value = parameter.tensor(value, device)
         params += f"({key!r}, {_text_of_value(value, device, leaves)}),"
-    return f"({definition.own}, {name!r}, {captured}, ({params}))"
+    return f"({definition.by_library}, {name!r}, {captured}, ({params}))"
 
 
 def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
@@ -72,7 +72,7 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
 
 def is_readable(value: Modifier) -> bool:
     """Whether all functions of a mask or score were looked into outside of the compiled function."""
-    return all(m.definition.own or isinstance(m.definition.captured, tuple) for m in value.inside())
+    return all(m.definition.by_library or isinstance(m.definition.captured, tuple) for m in value.inside())
 
 
 def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:

@@ -186,7 +186,7 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         earlier = known.function if known is not None else function
         if _place_of(earlier) != _place_of(function):
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")
-        if known is not None and known.own:  # caches know an own definition by its name
+        if known is not None and known.by_library:  # caches know an own definition by its name
             clear_caches()
         names(kind)[made.name] = made
         return function

@@ -100,14 +100,14 @@ class Modifier(Readable):
         """The value, and all masks or scores inside it."""
         return [self, *[m for inner in self.operands() for m in inner.inside()]]
 
-    def is_own(self) -> bool:
+    def is_by_library(self) -> bool:
         """Whether this library wrote all functions."""
-        return all(m.definition.own for m in self.inside())
+        return all(m.definition.by_library for m in self.inside())
 
     @functools.cached_property
     def own_key(self) -> tuple[Hashable, list[Tensor]] | None:
         """The value's key and tensors if the library wrote all functions, so that nothing else can change, or None."""
-        if not self.is_own():
+        if not self.is_by_library():
             return None
         structure, leaves = flatten(self)
         return None if structure.unreadable else (structure.key, leaves.tensors)
@@ -166,7 +166,7 @@ class Modifier(Readable):
         definition = self.definition
         key: list[Hashable] = [self.kind]
         functions: list[Recipe] = []
-        if definition.own:
+        if definition.by_library:
             key.append(definition.name)
         else:
             for function in definition.functions:
@@ -487,7 +487,7 @@ def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifie
     if not isinstance(definition, Definition) or definition.kind != kind or not isinstance(params, dict):
         raise TypeError(f"flexmasks: a pickle of a {kind} is damaged.")
     cls = Mask if kind == "mask" else Score
-    if definition.own and not all(map(_is_plain, params.values())):
+    if definition.by_library and not all(map(_is_plain, params.values())):
         raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} has parameters of unknown types.")
     if definition in _OPERANDS and not _are_operands(definition, params):
         raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} is damaged.")

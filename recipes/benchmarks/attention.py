@@ -20,7 +20,7 @@ from benchmarks.results import Row, check_mask_names, choose_device, machine, ru
 from benchmarks.runner import attention_tflops, measure_passes
 from flexmasks.attention import attention, explain
 from flexmasks.spec.arguments import get_mask, get_score
-from flexmasks.spec.definitions import definition, is_own
+from flexmasks.spec.definitions import definition, is_by_library
 from flexmasks.spec.examples import at_most, fitting, on_device
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.registry import list_masks, list_scores
@@ -212,8 +212,8 @@ def registry_markdown(results: dict[str, Any]) -> str:
         f"take, forward and backward together. The median for flex_attention is {statistics.median(gains):.2f} times, "
         f"the range {min(gains):.2f} to {max(gains):.2f} times."
     )
-    missing = [f"`{m.name}`" for m in list_masks() if is_own("mask", m.name) and m.name not in by_kind["mask"]]
-    scores = [s.name for s in list_scores() if is_own("score", s.name)]
+    missing = [f"`{m.name}`" for m in list_masks() if is_by_library("mask", m.name) and m.name not in by_kind["mask"]]
+    scores = [s.name for s in list_scores() if is_by_library("score", s.name)]
     missing += [f"the score `{name}`" for name in scores if f"{name}, causal" not in by_kind["score"]]
     if missing:
         about += f" Not measured yet: {', '.join(missing)}."

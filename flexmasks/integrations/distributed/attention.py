@@ -272,7 +272,7 @@ def _number(value: Any) -> int:
             lists = [x for x in tuples if not any(isinstance(y, Modifier) for y in x)]
             number = zlib.crc32(repr(lists).encode(), number)
             function = inner.definition.function
-            if isinstance(function, FunctionType) and not inner.definition.own:
+            if isinstance(function, FunctionType) and not inner.definition.by_library:
                 number = zlib.crc32(repr((_of_code(function.__code__), _read(function))).encode(), number)
         for tensor in value.tensors():
             is_small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _HASHED

@@ -90,7 +90,9 @@ class CountedMask:
         check_int(call, "length", length)
         check_int(call, "block_size", block_size)
         self.mask: Mask = get_mask(mask)
-        if self.mask.is_own():  # the host decides strip by strip, and would wait for another device at each of them
+        if (
+            self.mask.is_by_library()
+        ):  # the host decides strip by strip, and would wait for another device at each of them
             self.mask = self.mask.to("cpu")
         lengths = Lengths(length, batch=batch, heads=heads, block_size=block_size)
         self.size, open_extents, _ = lengths.check(f"{WHERE}.{call}", self.mask)

@@ -220,7 +220,10 @@ def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
     _, _, q_length, kv_length = mask.shape
     if q_length != kv_length or not _is_of_tokens(layer.position_ids, q_length):
         return False
-    if any(m.name == "key_padding" or not m.definition.own for m in mask.parts.others) or next(_LOOKS, None) is None:
+    if (
+        any(m.name == "key_padding" or not m.definition.by_library for m in mask.parts.others)
+        or next(_LOOKS, None) is None
+    ):
         return False
     return _several_documents(layer.position_ids) is not None
 
@@ -391,7 +394,7 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
     start: Tensor | None = None
     if whole.tensor is not None and padding is None:
         documents = _several_documents(whole.tensor)
-        if documents is not None and not all(m.definition.own for m in others):
+        if documents is not None and not all(m.definition.by_library for m in others):
             fail("a mask function of another origin cannot be applied to packed rows of a sharded sequence.")
     elif whole.tensor is not None and not (may_keep(whole.tensor.device) and bool(whole.tensor.all())):
         others.append(get_mask("key_padding", attention_mask=whole.tensor))

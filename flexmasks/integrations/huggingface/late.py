@@ -15,7 +15,7 @@ from flexmasks.integrations.huggingface.recognition import Parts, Positions, rec
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail, fail_sharded
 from flexmasks.planning import Plan
 from flexmasks.plans.held import HeldPlan, Sizes
-from flexmasks.plans.sizes import is_captured
+from flexmasks.plans.sizes import is_capturing
 from flexmasks.spec import Mask, get_mask
 
 
@@ -296,7 +296,7 @@ def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> 
 
 def may_keep(device: torch.device) -> bool:
     """Whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
-    return not compat.is_compiling() and not is_captured(device)
+    return not compat.is_compiling() and not is_capturing(device)
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
