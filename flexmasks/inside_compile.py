@@ -78,6 +78,15 @@ _MUST_TRACE = ()  # no output has this shape
 _BITS = "bits"  # begins an encoded mask whose bits are known, see `Described.visible`
 
 
+class _Encoded(NamedTuple):
+    """The mask of a call, or of given blocks, as functions of a graph get it."""
+
+    mask: Any  # what `encode` returns, the bits of blocks behind _BITS, or UNKNOWN
+    offset: int | Tensor  # where its queries start
+    block_size: Any = None  # of given blocks
+    sizes: tuple[int, ...] = ()  # the batch size and the number of heads that given blocks see
+
+
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Run a call by operations that torch can trace. The result may or may not have the call's sinks, see Result."""
     size = checked(q, k, v, request)
@@ -99,19 +108,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         block_mask = blocks_of_function(cast(Mask, mask), unread(size, q_offset), q_offset, block_size_for(size))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
-    if request.block_mask is None:
-        of_mask: tuple[Any, ...] = encoded, q_offset, None, ()
-    else:
-        of_mask = _data_of_block_mask(request.block_mask, q)
+    of_mask = _Encoded(encoded, q_offset) if request.block_mask is None else _data_of_block_mask(request.block_mask, q)
     facts = _facts_of(q, k, v, request, score, encoded_score)
     scale = compat.constants(request.scale)
     arguments = of_mask, encoded_score, q_offset, q, k, v, scale, facts
-    if of_mask[0] != UNKNOWN and (score is None or encoded_score != UNKNOWN) and compat.IS_TESTED:
-        encoded, offset, block_size, sizes = of_mask
+    if of_mask.mask != UNKNOWN and (score is None or encoded_score != UNKNOWN) and compat.IS_TESTED:
         lists = () if block_mask is None else lists_of(block_mask)
         options = compat.constants(tuple((request.kernel_options or {}).items()))
-        constants = text_of_constants((request.backend_name, block_size, sizes, *facts))
-        given = encoded, offset, encoded_score, q_offset, q, k, v, scale
+        constants = text_of_constants((request.backend_name, of_mask.block_size, of_mask.sizes, *facts))
+        given = of_mask.mask, of_mask.offset, encoded_score, q_offset, q, k, v, scale
         results = _attend(constants, request.sink_logits, lists, options, *given)
         if results[0].shape != _MUST_TRACE:
             lse = results[1] if request.return_lse else None
@@ -145,14 +150,13 @@ def _attend(
     """
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
-        encoded = _changed(encoded, _without_gradient)
-        of_mask = encoded, offset, block_size, sizes
+        of_mask = _Encoded(_changed(encoded, _without_gradient), offset, block_size, sizes)
         if not lists and exports_any_length(q, k):
-            _check_at_example(encoded, unread(size_of(q, k), q_offset))
+            _check_at_example(of_mask.mask, unread(size_of(q, k), q_offset))
         name, ways = _chosen_for(backend, of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _COMPILED:
-            encoded, encoded_score = _changed(encoded, _constant), _changed(encoded_score, _constant)
-            of_mask = encoded, offset, block_size, sizes
+            of_mask = of_mask._replace(mask=_changed(of_mask.mask, _constant))
+            encoded_score = _changed(encoded_score, _constant)
         call = _call_of(of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
             own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
@@ -177,25 +181,25 @@ def _attend(
 
 
 def _block_mask_of(
-    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], name: str, mask_mod: Callable[..., Tensor]
+    call: Call, lists: tuple[Tensor, ...], of_mask: _Encoded, name: str, mask_mod: Callable[..., Tensor]
 ) -> compat.BlockMask:
-    encoded, offset, block_size, _ = of_mask
     if not lists:
-        return _block_mask(encoded, offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod)
-    given: Any = (call.q.shape[2], call.k.shape[2]), *lists, block_size, mask_mod
+        return _block_mask(
+            of_mask.mask, of_mask.offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod
+        )
+    given: Any = (call.q.shape[2], call.k.shape[2]), *lists, of_mask.block_size, mask_mod
     return compat.BlockMask(*given)
 
 
 def _functions_of(
-    call: Call, of_mask: tuple[Any, ...], name: str, ways: Sequence[int]
+    call: Call, of_mask: _Encoded, name: str, ways: Sequence[int]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
     """Return the functions of mask and score, or None, as a backend computes them; ways: as for `_bound`."""
-    encoded, _, block_size, _ = of_mask
     mods: list[Callable[..., Tensor]] = []
     for part, way in zip(call.parts, ways, strict=False):
-        if part is call.mask and encoded[0] == _BITS:
-            words, table = _held(encoded[1:], name)
-            mods.append(reading_bits(words, table, block_size))
+        if part is call.mask and of_mask.mask[0] == _BITS:
+            words, table = _held(of_mask.mask[1:], name)
+            mods.append(reading_bits(words, table, of_mask.block_size))
         else:
             bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name, way)
             shifted = shifted_mask if part is call.mask else shifted_score
@@ -203,20 +207,18 @@ def _functions_of(
     return mods[0], None if call.score is None else mods[1]
 
 
-def _by_tiles(
-    call: Call, lists: tuple[Tensor, ...], of_mask: tuple[Any, ...], encoded_score: Any
-) -> tuple[Tensor, Tensor]:
+def _by_tiles(call: Call, lists: tuple[Tensor, ...], of_mask: _Encoded, encoded_score: Any) -> tuple[Tensor, Tensor]:
     """Return output and lse of the reference, as one operator.
 
     It runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks in a
     program for any length would tie it to a range of lengths.
     """
-    (encoded, offset, _, sizes), block_size = of_mask, (1, 1)
+    block_size = 1, 1
     blocks: tuple[Tensor, ...] = ()
     if lists or not compat.is_exporting():
         block_mask = _block_mask_of(call, lists, of_mask, "reference", noop_mask)
         block_size, blocks = block_mask.BLOCK_SIZE, of_block_mask(block_mask)
-    visible = encoded if encoded[0] == _BITS else ("mask", encoded, offset, sizes)
+    visible = of_mask.mask if of_mask.mask[0] == _BITS else ("mask", of_mask.mask, of_mask.offset, of_mask.sizes)
     score = None if call.score is None else encoded_score
     described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
     return tiles_operator.attend(call.q, call.k, call.v, blocks, described)
@@ -238,7 +240,7 @@ def _run_traced(
         mask = cast(Mask, mask)
         mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name, way_of_mask), _held(q_offset, name))
         if name != "reference":
-            block_mask = _block_mask(of_mask[0], q_offset, q, k, size, name, mask_mod)
+            block_mask = _block_mask(of_mask.mask, q_offset, q, k, size, name, mask_mod)
     elif way_of_mask:
         block_mask = copy.copy(block_mask)
         block_mask.mask_mod = mask_mod = _WAYS[way_of_mask - 1](block_mask.mask_mod)
@@ -329,18 +331,15 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
-def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> tuple[Any, ...]:
-    """Return the mask of given blocks encoded, or `UNKNOWN`; where its queries start, the size of the blocks, and the
-    batch size and number of heads that it sees.
-    """
+def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> _Encoded:
     source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
     size = compat.constants(tuple(block_mask.BLOCK_SIZE))
     if isinstance(source, OfData):
-        return (_BITS, source.words, source.table), 0, size, ()
+        return _Encoded((_BITS, source.words, source.table), 0, size)
     if source is None or not is_readable(source.mask):
-        return UNKNOWN, 0, size, ()
+        return _Encoded(UNKNOWN, 0, size)
     offset = in_graph_offset(source.q_offset, q)
-    return encode(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads))
+    return _Encoded(encode(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads)))
 
 
 # --- the choice of a backend ---
@@ -357,14 +356,14 @@ class _Facts(NamedTuple):
 
 
 @in_graph
-def _chosen(backend: str, *arguments: Any) -> Tensor:
+def _chosen(backend: str, of_mask: Sequence[Any], *arguments: Any) -> Tensor:
     """Return `_choice` as a tensor's lengths: the backend's place in _NAMES, and the ways.
 
     torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The choice
     depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with errors_logged():
-        name, ways = _chosen_for(backend, *arguments)
+        name, ways = _chosen_for(backend, _Encoded(*of_mask), *arguments)  # of a graph it is a plain tuple
         return torch.empty(_NAMES.index(name), *ways, 0)
 
 
@@ -392,11 +391,10 @@ def _without_gradient(part: Any) -> Any:
     return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 
-def _chosen_for(backend: str, of_mask: tuple[Any, ...], encoded_score: Any, *arguments: Any) -> tuple[str, list[int]]:
+def _chosen_for(backend: str, of_mask: _Encoded, encoded_score: Any, *arguments: Any) -> tuple[str, list[int]]:
     """Return `_choice` for a call with the present values of the numbers that its functions captured."""
-    encoded, *others = of_mask
-    encoded, encoded_score = _changed(encoded, compat.size_hint), _changed(encoded_score, compat.size_hint)
-    return _choice(backend, _call_of((encoded, *others), encoded_score, *arguments))
+    of_mask = of_mask._replace(mask=_changed(of_mask.mask, compat.size_hint))
+    return _choice(backend, _call_of(of_mask, _changed(encoded_score, compat.size_hint), *arguments))
 
 
 def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
@@ -418,7 +416,7 @@ def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
 
 
 def _call_of(
-    of_mask: tuple[Any, ...],
+    of_mask: _Encoded,
     encoded_score: Any,
     q_offset: int | Tensor,
     q: Tensor,
@@ -512,7 +510,7 @@ def _by_traced_reference(
     k: Tensor,
     v: Tensor,
     request: Request,
-    of_mask: tuple[Any, ...],
+    of_mask: _Encoded,
     encoded_score: Any,
     block_mask: compat.BlockMask | None,
     mask_mod: Callable[..., Tensor],

@@ -453,7 +453,7 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
         flexmasks.register_mask(name=name)(function)
         assert not flexmasks.get_mask(name).is_by_library()
     assert flexmasks.packed("causal", [0, 9]).is_by_library()
-    assert all(d.own for d in definitions.OPERATORS.values())
+    assert all(d.by_library for d in definitions.OPERATORS.values())
     assert flexmasks.get_mask("causal").is_by_library()
 
 
