@@ -26,7 +26,7 @@ from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part
-from flexmasks.canvas import Tiles, order_in_words, tiles_for
+from flexmasks.canvas import CanvasTiles, order_in_words, tiles_for
 from flexmasks.errors import passing_error
 from flexmasks.planned import (
     Planned,
@@ -128,7 +128,7 @@ def _for_each_batch_element(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return k, v
 
 
-def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -> tuple[Tensor, Tensor | None]:
+def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: CanvasTiles, own: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call that takes its tokens into tiles.
 
     own: the request there.

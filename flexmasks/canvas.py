@@ -41,7 +41,7 @@ _FOUND: Part[_Found] = Part(KINDS, "tiles")
 _ORDERS: Part[Tensor] = Part(PLANS, "orders_of_tiles")
 
 
-class Tiles(NamedTuple):
+class CanvasTiles(NamedTuple):
     """A row-major canvas whose tokens go into tiles, one tile after the other."""
 
     canvas: tuple[int, ...]
@@ -126,7 +126,7 @@ class _Move(torch.autograd.Function):
         return _permuted(gradients[0], *ctx.back), None, None, None
 
 
-def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles, Request] | None:
+def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[CanvasTiles, Request] | None:
     """Return tiles that a call takes its tokens into, and its request there.
 
     The result is None for other calls. Tokens stay in rows where their positions mean more than pixels: in a
@@ -160,12 +160,12 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     found = _found(name, numbers, q.device)
     if found is None:
         return None
-    tiles = Tiles(canvas, *found)
+    tiles = CanvasTiles(canvas, *found)
     mask = get_mask(name, **dict(numbers), order=tiles.order(q.device))
     return tiles, request._replace(mask=mask, params={})
 
 
-def order_in_words(request: Request, tiles: Tiles | None) -> str:
+def order_in_words(request: Request, tiles: CanvasTiles | None) -> str:
     """Return what order="auto" does in a call, or "" if no mask of the call has it.
 
     tiles: what `tiles_for` returned for the call.
@@ -231,7 +231,7 @@ def _find(name: str, numbers: dict[str, Any], device: torch.device) -> _Found:
         )
         for tile in tiles
     }
-    best = Tiles(canvas, groups, min(tiles, key=lambda tile: (costs[tile], -math.prod(tile), -tile[-1])))
+    best = CanvasTiles(canvas, groups, min(tiles, key=lambda tile: (costs[tile], -math.prod(tile), -tile[-1])))
     in_tiles = get_mask(name, **numbers, order=best.order(device))
     seen = [tokens * (1 - MaskPlan(mask, size, block_size=block_size).blocks().sparsity) for mask in (rows, in_tiles)]
     return (best.groups, best.tile) if seen[0] - seen[1] >= _MIN_SAVED_KEYS[device.type] else ()

@@ -46,7 +46,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.gathered import parts_of
-from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
+from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
@@ -385,7 +385,7 @@ def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tenso
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
             check_mixed(offsets, len(q), kv_lens if q_offset is None else None, places, room)
             _LAYOUTS.put((*key, "checked"), [], True, ENTRY)
-        sequences = Sequences(offsets, places, page_table, kv_lens)
+        sequences = PagedSequences(offsets, places, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:
             _LAYOUTS.put(key, given, mixed, ENTRY + mixed.nbytes)

@@ -18,11 +18,11 @@ from flexmasks.plans.checks import fail
 from flexmasks.plans.held import without_plan
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.parts import Part, part_of
+from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
 
-class Place(NamedTuple):
+class PlaceInCall(NamedTuple):
     """The batch elements and heads of a process among those of a call."""
 
     batch: int
@@ -30,9 +30,9 @@ class Place(NamedTuple):
     first_batch: int = 0
     first_head: int = 0
 
-    def part(self, length: int | None = None, **keys: Any) -> Part:
+    def part(self, length: int | None = None, **keys: Any) -> PartOfCall:
         """Return the part of a call with `length` positions, by default those of the keys."""
-        return Part(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
+        return PartOfCall(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
 
     def is_whole(self, q: Tensor) -> bool:
         """Return whether q has all batch elements and heads."""
@@ -60,7 +60,7 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
         length = max(k.shape[2], int(request.q_offset or 0) + q.shape[2])
         part = place.part(length)
         mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
-    sinks = sinks_of(whole(request.sink_logits, q), place, q_part.shape[1])
+    sinks = sinks_of_part(whole(request.sink_logits, q), place, q_part.shape[1])
     request = request._replace(mask=mask, score=score, params={}, sink_logits=sinks)
     results = [x for x in calls.run(q_part, k_part, v_part, request) if x is not None]
     out, *lse = joined(results, [q_part, k_part, v_part, *learned(mask, score, sinks)])
@@ -87,9 +87,9 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
             fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
 
 
-def place_of(q: DTensor) -> Place:
+def place_of(q: DTensor) -> PlaceInCall:
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
-    return Place(q.shape[0], q.shape[1], first_batch, first_head)
+    return PlaceInCall(q.shape[0], q.shape[1], first_batch, first_head)
 
 
 def own_range(x: DTensor, dim: int) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def _has_dtensors(value: Any) -> bool:
     )
 
 
-def sinks_of(sinks: Tensor | None, place: Place, heads: int) -> Tensor | None:
+def sinks_of_part(sinks: Tensor | None, place: PlaceInCall, heads: int) -> Tensor | None:
     if sinks is None or sinks.shape != (place.heads,):  # `attention` says what is wrong
         return sinks
     return sinks.narrow(0, place.first_head, heads)

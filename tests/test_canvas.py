@@ -89,9 +89,9 @@ def test_grouped_heads_and_another_size_of_v() -> None:
 
 
 def test_tokens_go_into_tiles_and_back() -> None:
-    tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
+    tiles = canvas.CanvasTiles((4, 6), (1, 1), (2, 3))
     assert tiles.order(CPU).equal(orders.tile_order((4, 6), (2, 3)).int())
-    of_groups = canvas.Tiles((4, 6, 4), (2, 1, 2), (1, 3, 2))
+    of_groups = canvas.CanvasTiles((4, 6, 4), (2, 1, 2), (1, 3, 2))
     x = torch.arange(2 * 96).view(2, 96)
     assert of_groups.put(x, 1).equal(x[:, of_groups.order(CPU).long()])
     assert of_groups.back(of_groups.put(x, 1), 1).equal(x)
@@ -108,7 +108,7 @@ def test_wide_copies_are_those_of_single_numbers(
 ) -> None:
     """In every memory layout, with first and second derivatives, and of many gradients at once."""
     monkeypatch.setattr(wide, "on_gpu", lambda device: True)
-    tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
+    tiles = canvas.CanvasTiles((4, 6), (1, 1), (2, 3))
     size = 3 if layout == "narrow" else 16
     x = torch.randn(2 * 24 * 3 * size + 1).to(dtype)
     x = x[1:] if layout == "unaligned" else x[:-1]
@@ -161,7 +161,7 @@ def test_no_other_tile_computes_fewer_blocks(
 
     found = canvas._found(name, tuple(params.items()), CPU)
     ways = [
-        canvas.Tiles(lengths, g, tile)
+        canvas.CanvasTiles(lengths, g, tile)
         for g in {groups, (1,) * len(axes)}
         for tile in itertools.product([2**n for n in range(8)], repeat=len(axes))
         if math.prod(tile) == 128 and all(a % (t * n) == 0 for a, t, n in zip(lengths, tile, g, strict=True))
@@ -171,7 +171,7 @@ def test_no_other_tile_computes_fewer_blocks(
     if found is None:
         assert rows - least < 256
     else:
-        assert keys(canvas.Tiles(lengths, *found).order(CPU)) <= min(least, rows - 256)
+        assert keys(canvas.CanvasTiles(lengths, *found).order(CPU)) <= min(least, rows - 256)
 
 
 def test_calls_in_which_tokens_stay_in_rows() -> None:

@@ -24,7 +24,7 @@ from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.parts import Part, part_of
+from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.structure import flatten
 from flexmasks.spec.values import Modifier, ResolvedInner
 
@@ -343,7 +343,7 @@ def test_a_bound_of_lengths_is_no_part_of_a_kernel() -> None:
 
 def test_the_sizes_of_a_whole_call_are_no_part_of_a_kernel() -> None:
     mask, score = flexmasks.get_mask("causal"), flexmasks.get_score("alibi")
-    parts = [Part(batch, 4, length, first_position=3) for batch, length in ((1, None), (1, 96), (2, 104))]
+    parts = [PartOfCall(batch, 4, length, first_position=3) for batch, length in ((1, None), (1, 96), (2, 104))]
     for value in (mask, score):
         assert len({flatten(part_of(value, part), contents=False)[0].key for part in parts}) == 1
         assert len({flatten(part_of(value, part))[0].key for part in parts}) == 3
@@ -396,5 +396,5 @@ def test_a_part_has_the_batch_elements_and_heads_of_the_whole_call() -> None:
         return (q + kv) % (2 + b + 3 * h) == 0
 
     whole = flexmasks.dense_mask(visible, 12, batch=3, heads=4)
-    part = part_of(flexmasks.get_mask(visible), Part(3, 4, 12, first_batch=1, first_head=2))
+    part = part_of(flexmasks.get_mask(visible), PartOfCall(3, 4, 12, first_batch=1, first_head=2))
     assert torch.equal(flexmasks.dense_mask(part, 12, batch=2, heads=2), whole[1:3, 2:4])

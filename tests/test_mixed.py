@@ -22,7 +22,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls, pages
 from flexmasks.backends import decode
-from flexmasks.plans.mixed import Sequences, in_pieces
+from flexmasks.plans.mixed import PagedSequences, in_pieces
 from flexmasks.spec.examples import example, on_device
 
 HEADS, KV_HEADS, SIZE, V_SIZE = 4, 2, 16, 24
@@ -50,7 +50,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 class Step:
     """A step with `counts` queries of sequences of `lens` keys, and `rest` queries of no sequence.
 
-    Sequences may share pages. Slots without a key are NaN in `k` and large in `v`, table entries without a page
+    PagedSequences may share pages. Slots without a key are NaN in `k` and large in `v`, table entries without a page
     anything.
     """
 
@@ -473,7 +473,7 @@ def test_pieces_read_no_value() -> None:
     """Tensors without data give pieces of shapes that depend on the shapes alone."""
     with FakeTensorMode():
         offsets, lens = torch.zeros(9, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
-        mixed = in_pieces(Sequences(offsets, torch.zeros(8).long(), torch.zeros(8, 10).int(), lens), 300)
+        mixed = in_pieces(PagedSequences(offsets, torch.zeros(8).long(), torch.zeros(8, 10).int(), lens), 300)
     assert mixed.batches[0].tokens.shape == (300 // 64 + 8, 64)
     assert mixed.places.shape == (300,)
 
@@ -540,7 +540,7 @@ def test_errors(case: str, way: str) -> None:
 @pytest.mark.parametrize("counts", [[2, 1, 1], [0, 1, 3], [2, 2, 2], [1, 0, 1]])
 @pytest.mark.parametrize("wrong", range(3))
 def test_wrong_pages_are_those_of_their_sequence(counts: list[int], wrong: int) -> None:
-    """Sequences with equally many queries are rows of one batch, where they have other numbers."""
+    """PagedSequences with equally many queries are rows of one batch, where they have other numbers."""
     step = Step(counts, [20, 17, 30], columns=2)
     given = {"offsets": step.offsets, "mask": "causal"}
     call = lambda **g: flexmasks.varlen_attention(step.q, step.k, step.v, **given, **g)  # noqa: E731

@@ -40,7 +40,7 @@ _FEW = 8  # batch elements that share a bias, below which no program goes over t
 _kernels: Launches[Kernels] = Launches("whole_mask")
 
 
-class Tiles(NamedTuple):
+class Settings(NamedTuple):
     """The queries and keys of a program or of a step, and the settings of a kernel."""
 
     rows: int
@@ -52,20 +52,20 @@ class Tiles(NamedTuple):
 # By name of the kernel; for head sizes up to 64, and for larger ones; with a bias, and without. The fastest ones of
 # causal attention and a window in bfloat16 on an H100.
 _TILES = {
-    ("forward", False, False): Tiles(64, 64, 4, 3),
-    ("forward", False, True): Tiles(64, 64, 4, 3),
-    ("forward", True, False): Tiles(64, 64, 4, 2),
-    ("forward", True, True): Tiles(64, 64, 4, 2),
-    ("query", False, False): Tiles(64, 64, 4, 3),
-    ("query", False, True): Tiles(64, 64, 4, 3),
-    ("query", True, False): Tiles(64, 64, 4, 2),
-    ("query", True, True): Tiles(64, 32, 4, 3),
-    ("key", False, False): Tiles(64, 64, 4, 3),
-    ("key", False, True): Tiles(32, 64, 4, 3),
-    ("key", True, False): Tiles(64, 64, 4, 2),
-    ("key", True, True): Tiles(32, 64, 4, 2),
-    ("bias", False, True): Tiles(64, 64, 4, 3),
-    ("bias", True, True): Tiles(64, 64, 4, 2),
+    ("forward", False, False): Settings(64, 64, 4, 3),
+    ("forward", False, True): Settings(64, 64, 4, 3),
+    ("forward", True, False): Settings(64, 64, 4, 2),
+    ("forward", True, True): Settings(64, 64, 4, 2),
+    ("query", False, False): Settings(64, 64, 4, 3),
+    ("query", False, True): Settings(64, 64, 4, 3),
+    ("query", True, False): Settings(64, 64, 4, 2),
+    ("query", True, True): Settings(64, 32, 4, 3),
+    ("key", False, False): Settings(64, 64, 4, 3),
+    ("key", False, True): Settings(32, 64, 4, 3),
+    ("key", True, False): Settings(64, 64, 4, 2),
+    ("key", True, True): Settings(32, 64, 4, 2),
+    ("bias", False, True): Settings(64, 64, 4, 3),
+    ("bias", True, True): Settings(64, 64, 4, 2),
 }
 # Warps, stages, and programs, about; the fastest ones of windows of 7 x 7 and 8 x 8 pixels on an H100.
 _OF_TILES = {"forward": (4, 3, 1056), "gradients": (4, 2, 528)}

@@ -18,7 +18,7 @@ _BLOCK = 128  # the sizes of all blocks divide it
 
 
 @dataclass(frozen=True)
-class Part:
+class Gathered:
     """Batch elements whose pages are copied together."""
 
     batch: slice
@@ -49,7 +49,7 @@ class Part:
         return keys.transpose(1, 2)
 
 
-def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, cache: Tensor) -> list[Part]:
+def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, cache: Tensor) -> list[Gathered]:
     """The parts of a batch, whose copies of the cache's keys or values take bounded memory.
 
     The host reads the lengths. None of the given tensors is kept.
@@ -66,5 +66,5 @@ def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, 
         pages = [page_table[b, : -(-lens[b] // size)].long().clone() for b in range(members.start, members.stop)]
         sequences = torch.arange(members.start, members.stop, dtype=torch.int32, device=kv_lens.device)
         rows = q_offset[members].clone(), kv_lens[members].long().clone()
-        parts.append(Part(members, pages, columns * size, sequences, firsts, lasts, *rows))
+        parts.append(Gathered(members, pages, columns * size, sequences, firsts, lasts, *rows))
     return parts

@@ -17,7 +17,7 @@ from flexmasks import compat
 _FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and four of them
 
 
-class Sequences(NamedTuple):
+class PagedSequences(NamedTuple):
     """The sequences of a mixed batch."""
 
     offsets: Tensor  # int64[N + 1], the first query of each sequence, and the end of the last one
@@ -54,7 +54,7 @@ class Mixed(NamedTuple):
         return self.places.nbytes + sum(t.nbytes for batch in self.batches for t in batch)
 
 
-def by_number_of_queries(given: Sequences, total: int) -> Mixed:
+def by_number_of_queries(given: PagedSequences, total: int) -> Mixed:
     """Batches of sequences with equally many queries. The host reads the offsets.
 
     total: the number T of queries, with those of no sequence.
@@ -77,7 +77,7 @@ def by_number_of_queries(given: Sequences, total: int) -> Mixed:
     return Mixed(batches, places, given.q_offset.int(), given.lasts)
 
 
-def in_pieces(given: Sequences, total: int) -> Mixed:
+def in_pieces(given: PagedSequences, total: int) -> Mixed:
     """One batch of pieces of the same number of queries; `total` as above. The host reads no value.
 
     The last piece of a sequence has queries that count for nothing, and some pieces are empty: there are as many as the

@@ -59,15 +59,14 @@ def band_of(mask: Mask, size: Size) -> Band | None:
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
-    return cast("Band | None", _native(mask, size))
+    return cast("Band | None", _asked(mask.definition.band, mask, size))
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    return cast("float | None", _native(score, size))
+    return cast("float | None", _asked(score.definition.cap, score, size))
 
 
-def _native(value: Mask | Score, size: Size) -> Any:
-    hook = value.definition.native
+def _asked(hook: Callable[..., Any] | None, value: Mask | Score, size: Size) -> Any:
     if hook is None:
         return None
     arguments = value.checked(size)

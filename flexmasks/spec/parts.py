@@ -26,7 +26,7 @@ _LENGTH = "length in 0.."  # no kernel is compiled for a new one
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOfCall:
     """A place in a larger call, where queries and keys have the same positions."""
 
     batch: int  # sizes of the whole call
@@ -38,7 +38,7 @@ class Part:
     key_positions: Tensor | None = None  # int[KV], of the part's keys in the whole call, if they are no range
 
 
-def part_of(value: _Value, part: Part) -> _Value:
+def part_of(value: _Value, part: PartOfCall) -> _Value:
     """Return a mask or score of a whole call for a part of it."""
     params: dict[str, Any] = {"inner": value, "batch": part.batch, "heads": part.heads}
     if part.length is not None:
@@ -104,8 +104,8 @@ def _shifted(index: Tensor, first: int) -> Tensor:
 
 
 _OF_PART: dict[str, Any] = {"registered": True, "prepare": _prepare_part, "inner_size": _size_of_call}
-_MASK_PART = add_operator(define("mask", _of_part, "mask_part", native=_band_of_part, **_OF_PART))
-_SCORE_PART = add_operator(define("score", _of_part, "score_part", native=_cap_of_part, **_OF_PART))
+_MASK_PART = add_operator(define("mask", _of_part, "mask_part", band=_band_of_part, **_OF_PART))
+_SCORE_PART = add_operator(define("score", _of_part, "score_part", cap=_cap_of_part, **_OF_PART))
 
 
 # --- rows of queries: some of the sequences of a batch, or pieces of their queries ---
@@ -158,5 +158,5 @@ def _of_rows(*indices: Tensor, inner: Callable[..., Tensor], sequences: Tensor, 
 
 
 _OF_ROWS: dict[str, Any] = {"registered": True, "prepare": _prepare_rows, "inner_size": _size_of_sequences}
-_MASK_ROWS = add_operator(define("mask", _of_rows, "mask_rows", native=_band_of_rows, **_OF_ROWS))
+_MASK_ROWS = add_operator(define("mask", _of_rows, "mask_rows", band=_band_of_rows, **_OF_ROWS))
 _SCORE_ROWS = add_operator(define("score", _of_rows, "score_rows", **_OF_ROWS))

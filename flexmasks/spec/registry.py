@@ -105,7 +105,7 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band}
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "band": band}
     return _register("mask", name, **hooks, compiled=compiled)
 
 
@@ -140,7 +140,7 @@ def register_score(
         >>> flexmasks.get_score("scaled", factor=2.0)
         scaled(factor=2.0)
     """
-    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": cap}
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "cap": cap}
     return _register("score", name, relative=relative, **hooks)
 
 
@@ -171,9 +171,8 @@ def list_scores() -> list[Entry]:
 def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: Any) -> Callable[[Function], Function]:
     for hook, given in hooks.items():
         if given is not None and not callable(given):
-            name_of_hook = ("band" if kind == "mask" else "cap") if hook == "native" else hook
             such_as = ", such as lambda length: {...}" if hook == "example" else ""
-            raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
+            raise TypeError(f"flexmasks.register_{kind}: `{hook}` must be a function{such_as}, got {given!r}.")
     if not isinstance(relative, bool):
         raise TypeError(f"flexmasks.register_{kind}: `relative` must be True or False, got {relative!r}.")
 

@@ -43,7 +43,7 @@ from flexmasks.integrations.distributed.exchange import (
 )
 from flexmasks.planned import under_autocast
 from flexmasks.plans.windows import Window
-from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
+from flexmasks.sharded import PlaceInCall, as_sharded, check_placements, joined, learned, place_of, sinks_of_part, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
@@ -173,7 +173,7 @@ def attention(
     try:
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
-        place = Place(*q_part.shape[:2]) if like is None else place_of(like)
+        place = PlaceInCall(*q_part.shape[:2]) if like is None else place_of(like)
         call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
         _check(call, q_part, k_part, has_order)
     except (ValueError, TypeError) as error:
@@ -195,7 +195,7 @@ def attention(
 
 class _Call(NamedTuple):
     mesh: DeviceMesh
-    place: Place
+    place: PlaceInCall
     mask: Mask | None
     score: Score | None
     sinks: Tensor | None
@@ -455,7 +455,7 @@ def _attend(
     q: the queries at the positions `own`, in their natural order.
     keys: the positions of k and v, ascending.
     """
-    band, sinks = _distances(call, q), sinks_of(call.sinks, call.place, q.shape[1])
+    band, sinks = _distances(call, q), sinks_of_part(call.sinks, call.place, q.shape[1])
     results, at, parts = [], 0, merged(own) or ((0, 0),)
     for start, stop in parts:
         rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # a slice's gradient would be copied
