@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import OUTCOMES, Call
+from flexmasks.backends.call import Call
 from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
-from flexmasks.cache import FACT
+from flexmasks.cache import FACT, KINDS, Part
 
-_ADDED = "added"
+_ADDS: Part[bool] = Part(KINDS, "scores_that_add")
 
 
 def is_added(call: Call) -> bool:
@@ -26,16 +26,16 @@ def is_added(call: Call) -> bool:
     if call.score is None:
         return False
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    kind = "added", call.kernel_key[1], call.q.device.type
+    kind = call.kernel_key[1], call.q.device.type
     is_known = call.shapes is not None and not call.is_traced  # the key of a traced score leaves parameters out
-    known = OUTCOMES.get(kind) if is_known else None
-    if known is None:
+    adds = _ADDS.get(kind) if is_known else None
+    if adds is None:
         trace = _Sum()
         error, value = follow(trace, trace.noting(call.score.mod()), call.q.device, sizes, is_score=True)
-        known = _ADDED if error is None and trace.is_sum(value) else ""
+        adds = error is None and trace.is_sum(value)
         if is_known:
-            OUTCOMES.put(kind, (), known, FACT)
-    return known == _ADDED
+            _ADDS.put(kind, (), adds, FACT)
+    return adds
 
 
 class _Sum(Trace):

@@ -23,13 +23,7 @@ from flexmasks.spec.values import Mask
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
-# Outcomes by kind of call. With a backend's name: why it failed, so that "auto" does not try it again. With "proven":
-# "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not. With
-# "inexact": why Inductor may compute a function otherwise than Python does, "" if it does not. With "divisions": their
-# number in a mask's function.
-OUTCOMES: Part[str] = Part(KINDS, "outcomes")
-
-
+_PROVEN: Part[bool] = Part(KINDS, "gradients_that_worked")
 _DAMAGED = "; if the compiled code on the disk may be damaged, delete the folder that TORCHINDUCTOR_CACHE_DIR names"
 _FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders"
 
@@ -188,7 +182,7 @@ class Call:
 
     @property
     def outcome_key(self) -> Hashable:
-        """Key of what decides whether a backend can run the call, without lengths, see OUTCOMES."""
+        """Key of what decides whether a backend can run the call, without lengths."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
         starts_by_tensor = isinstance(self.q_offset, Tensor)
@@ -281,11 +275,11 @@ def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
     the next call of the kind is differentiated.
     """
-    kind = "proven", replay.key, call.outcome_key
+    kind = replay.key, call.outcome_key
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
-    unproven = needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active()
+    unproven = needs_proof and _PROVEN.get(kind) is None and not compat.transforms_active()
     if unproven and _has_gradients(call, replay, *more):
-        OUTCOMES.put(kind, (), "", FACT)
+        _PROVEN.put(kind, (), True, FACT)
     out, lse = replay(call.q, call.k, call.v, *more)
     return Result(out, lse, replay)
 

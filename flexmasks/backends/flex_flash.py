@@ -6,15 +6,16 @@ import torch
 
 from flexmasks import compat
 from flexmasks.backends import fa4_package, flex, forms, numbers
-from flexmasks.backends.call import OUTCOMES, Call, Result
+from flexmasks.backends.call import Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
-from flexmasks.cache import FACT
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.sizes import capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
+_MISCOMPILED: Part[str] = Part(KINDS, "miscompiled_functions")  # why FLASH would miscompile them, or ""
 _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend
 # On compute capability 9.0, by the largest head size: the blocks that tiles are fitted to, as large as fit into shared
 # memory in both passes.
@@ -122,13 +123,13 @@ def _refuses_functions(call: Call) -> str | None:
     may_be_data = not is_data and numbers.are_many(call, is_score=False, has_kernel=lambda: False)
     if may_be_data:  # otherwise its blocks are not needed here
         is_data = bool(flex.why_data(call, _FLASH))
-    kind = "miscompiled", is_data, call.kernel_key, call.shapes, device.type, *sizes
-    reason = OUTCOMES.get(kind)
+    kind = is_data, call.kernel_key, call.shapes, device.type, *sizes
+    reason = _MISCOMPILED.get(kind)
     if reason is None:
         of_score = None if call.score is None else miscompiled(call.score.mod(), device, sizes, is_score=True)
         reason = of_score or (None if is_data else miscompiled(call.mask.mod(), device, sizes)) or ""
         if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
-            OUTCOMES.put(kind, (), reason, FACT)
+            _MISCOMPILED.put(kind, (), reason, FACT)
     if reason == NO_BLOCKS and call.mask.window is not None:  # a window whose function is constant shows all pairs
         return None
     return reason or None

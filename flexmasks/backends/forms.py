@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import numbers
-from flexmasks.backends.call import OUTCOMES, Call
+from flexmasks.backends.call import Call
 from flexmasks.backends.inexact import HALF, NARROW, NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import DTYPE, UNREADABLE
 from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS, WAYS_IN_TRACE
-from flexmasks.cache import FACT
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.data import CannotBeData, TooLargeForData, next_power_of_2
 
 _WRONG = (WHOLE, OVERFLOW, DTYPE, NARROW, HALF)  # what is wrong by more than rounding
@@ -29,6 +29,11 @@ _DEAR = "reading it takes less time than the divisions of its function"
 _FAILED = "torch's compiler fails for its function"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
 _AS_FAST = "on a CPU kernels that read data are as fast, and a new function compiles nothing"
+# By kinds of functions: why Inductor may compute them otherwise than Python does, or ""; how often they divide; whether
+# torch's compiler gets them wrong where lengths are symbolic.
+_INEXACT: Part[str] = Part(KINDS, "inexact_functions")
+_DIVISIONS: Part[int] = Part(KINDS, "divisions_of_masks")
+_FAILED_FOR: Part[bool] = Part(KINDS, "masks_that_failed")
 
 
 def refuses(call: Call) -> str | None:
@@ -180,26 +185,26 @@ def _is_dear(call: Call) -> bool:
     if not call.mask.reads_data_as_fast:
         return False
     sizes = [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    kind = "divisions", call.kernel_key, *sizes
-    known = OUTCOMES.get(kind)
+    kind = call.kernel_key, *sizes
+    known = _DIVISIONS.get(kind)
     if known is None:
-        known = str(divisions(call.mask.mod(), call.q.device, sizes))
-        OUTCOMES.put(kind, (), known, FACT)
-    return int(known) >= _MANY_DIVISIONS and _can_be_read(call)
+        known = divisions(call.mask.mod(), call.q.device, sizes)
+        _DIVISIONS.put(kind, (), known, FACT)
+    return known >= _MANY_DIVISIONS and _can_be_read(call)
 
 
 def note_failed(call: Call) -> None:
     """Note that torch's compiler gets a mask's function wrong where lengths are symbolic."""
-    OUTCOMES.put(_kind_of_failures(call), (), _FAILED, FACT)
+    _FAILED_FOR.put(_kind_of_failures(call), (), True, FACT)
 
 
 def has_failed(call: Call) -> bool:
     """Return whether `note_failed` noted functions that differ from a call's in numbers only."""
-    return call.shapes is not None and OUTCOMES.get(_kind_of_failures(call)) is not None
+    return call.shapes is not None and _FAILED_FOR.get(_kind_of_failures(call)) is not None
 
 
 def _kind_of_failures(call: Call) -> Hashable:
-    return "failed", call.mask.numbers()[0], call.q.device.type
+    return call.mask.numbers()[0], call.q.device.type
 
 
 def note_run(call: Call, is_data: bool) -> None:
@@ -255,13 +260,13 @@ def _look_at_sizes(
     if call.shapes is not None:
         offset, *shapes_of_tensors = call.shapes
         shapes = (None if offset is None else count(offset), *shapes_of_tensors)
-    kind = "inexact", is_score, key, shapes, device.type, *sizes
-    reason = None if call.shapes is None else OUTCOMES.get(kind)
+    kind = is_score, key, shapes, device.type, *sizes
+    reason = None if call.shapes is None else _INEXACT.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
         if reason in (WHOLE, OVERFLOW, NEGATIVE, DTYPE, NARROW):
             reason = _way_to_rewrite(function(), device, sizes, is_score) or reason
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
-            OUTCOMES.put(kind, (), reason, FACT)
+            _INEXACT.put(kind, (), reason, FACT)
     return reason

@@ -26,7 +26,6 @@ from flexmasks.backends import (
     short_cpu,
 )
 from flexmasks.backends.call import (
-    OUTCOMES,
     Call,
     Refused,
     Result,
@@ -35,7 +34,7 @@ from flexmasks.backends.call import (
     must_be_deterministic,
 )
 from flexmasks.blocks.counts import Blocks
-from flexmasks.cache import FACT
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.score_plan import ScorePlan
 
@@ -101,6 +100,8 @@ _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as oth
 _SIZE_OF_DEAR_PARTIAL = 64  # of a head, up to which flex_flash is slow in partial blocks without gradients too
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
+
+_FAILURES: Part[str] = Part(KINDS, "failures")  # why a backend failed for a kind of call: "auto" leaves it out
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
@@ -187,7 +188,7 @@ def _reason_against(backend: Backend, call: Call) -> str | None:
     if reason or call.is_traced:
         return reason
     kind = backend.name, call.outcome_key
-    return OUTCOMES.get(kind) or OUTCOMES.get((*kind, *_lengths(call)))
+    return _FAILURES.get(kind) or _FAILURES.get((*kind, *_lengths(call)))
 
 
 def why_not(name: str, call: Call) -> str | None:
@@ -276,9 +277,9 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     if not _is_special(call):
         kind, reason = (name, call.outcome_key), f"it failed before: {why}"
-        if OUTCOMES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
-            OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, FACT)
-            OUTCOMES.put((*kind, *_lengths(call)), (), reason, FACT)
+        if _FAILURES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
+            _FAILURES.put(kind, (), "" if _FAILURES.get(kind) is None else reason, FACT)
+            _FAILURES.put((*kind, *_lengths(call)), (), reason, FACT)
     _log.warning("backend %r failed and is left out for such calls: %s", name, why)
 
 
