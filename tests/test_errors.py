@@ -104,6 +104,14 @@ def specified(spec: str) -> Callable[[], Any]:
     return lambda: flexmasks.get_mask(mask, w=3)
 
 
+def annotated(annotation: str) -> Callable[[], Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any, *, w: Any, v: int = 0) -> Any:
+        return q - kv <= w
+
+    mask.__annotations__["w"] = annotation
+    return lambda: flexmasks.get_mask(mask, w=3)
+
+
 def grouped(seq_lens: Any) -> Callable[[], Any]:
     return masked("grouped_tril", seq_lens=seq_lens)
 
@@ -446,6 +454,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     **{
         f"specification {spec!r}": (specified(spec), f"cannot read the parameter specification {spec!r}")
         for spec in ("integer", "int[", "int in 0", "int in a..b", "int(0)", "int[b]", "int in 0..1..2")
+    },
+    **{
+        f"annotation {annotation!r}": (annotated(annotation), f"of `w` cannot be read; {advice}")
+        for annotation, advice in (
+            ("int[B]", "write Annotated[Tensor, 'int[B]']"),
+            ("'int in 0..'", "write Annotated[Tensor, 'int in 0..']"),
+            ("Annotated[Unknown, 'int[B]']", "import what it names"),
+        )
     },
     "specification of no size": (specified("int in 0..X"), "of `w` is bounded by 'X', which is no size"),
 }
@@ -919,3 +935,12 @@ def test_specifications(spec: str, good: list[Any], bad: list[Any]) -> None:
     for value in bad:
         with pytest.raises(ValueError, match="`w` must be"):
             flexmasks.block_mask(mask, 64, batch=2, w=value)
+
+
+def test_annotations_for_type_checkers_leave_other_specifications() -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any, *, lens: Annotated[Tensor, "int[B]"], w: Any = None) -> Any:
+        return kv < lens[b]
+
+    mask.__annotations__["w"] = "OnlyForTypeCheckers"
+    with pytest.raises(TypeError, match=r"`lens` must be int\[B\]"):
+        flexmasks.dense_mask(flexmasks.get_mask(mask, lens=torch.zeros(1, 2)), 4)

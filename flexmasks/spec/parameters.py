@@ -46,6 +46,8 @@ _ALTERNATIVE = re.compile(
     rf"(?: in (?P<low>{_BOUND})?\.\.(?P<high>{_BOUND})?)?"
     r"|'(?P<word>[a-z_]+)'"
 )
+_QUOTES = "'\""
+_SPECIFICATION_INSIDE = re.compile(rf"(?:^|[{_QUOTES}])(?:int|float|bool|length)(?:\[|\(| in )")
 _SPEC_OF_TYPE = {int: "int", float: "float", bool: "bool"}
 _NUMPY_TYPES = (np.ndarray, np.generic)
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -248,11 +250,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not signature:
         return {}
-    try:
-        inner = function.func if isinstance(function, functools.partial) else function
-        hints = get_type_hints(inner, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # an annotation names what only a type checker imports
-        hints = {}
+    hints = _hints_of(function.func if isinstance(function, functools.partial) else function)
     parameters: dict[str, Parameter] = {}
     sizes = set("BHQS") | {"KV"}  # names of sizes that bounds may use
     for p in signature:
@@ -278,6 +276,23 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
                 f"the sizes are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
             )
     return parameters
+
+
+def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function that can be evaluated; others name what only a type checker imports."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    hints: dict[str, Any] = {}
+    for name, written in (getattr(function, "__annotations__", None) or {}).items():
+        alone: Any = types.SimpleNamespace(__annotations__={name: written})
+        try:
+            hints |= get_type_hints(alone, names, include_extras=True)
+        except Exception as error:  # a string may hold anything
+            if isinstance(written, str) and _SPECIFICATION_INSIDE.search(written):
+                advice = "import what it names when the module runs, not for type checkers only"
+                if "Annotated" not in written:
+                    advice = f"write Annotated[Tensor, {written.strip(_QUOTES)!r}]"
+                raise TypeError(f"flexmasks: the annotation {written} of `{name}` cannot be read; {advice}.") from error
+    return hints
 
 
 def freeze(value: Any) -> Any:
