@@ -32,6 +32,12 @@ class CacheInfo(NamedTuple):
     max_bytes: int
     parts: Mapping[str, CacheInfo]  # the same of what it holds, by kind
 
+    def __repr__(self) -> str:
+        """Names of the parts in use stand for what they hold, which takes thousands of characters."""
+        counts = ", ".join(f"{name}={value}" for name, value in zip(self._fields, self[:-1], strict=False))
+        used = [name for name, info in self.parts.items() if any(info[:4])]
+        return f"CacheInfo({counts}, parts={{{', '.join(used)}}})"
+
 
 @dataclass
 class _Entry(Generic[Value]):
