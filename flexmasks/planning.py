@@ -17,7 +17,8 @@ from flexmasks.plans.held import HeldPlan, Sizes
 from flexmasks.plans.lengths import Lengths, count_blocks, device_of_tensors
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments, get_mask
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.values import Mask, Score, state_of
+from flexmasks.spec.structure import state_of
+from flexmasks.spec.values import Mask, Score
 
 
 class Plan(HeldPlan):

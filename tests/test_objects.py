@@ -201,3 +201,37 @@ def test_sparse_tensors_that_an_object_holds_beside_what_is_read() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4)
     out = flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= model.far())
     assert torch.allclose(out, flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv <= 3), atol=1e-6)
+
+
+def any_of(b: Any, h: Any, q: Any, kv: Any, *, masks: Any) -> Any:
+    seen = masks[0](b, h, q, kv)
+    for other in masks[1:]:
+        seen = seen | (other(b, h, q, kv) if callable(other) else kv == other)
+    return seen
+
+
+def test_parameters_hold_masks_beside_other_things() -> None:
+    place, index = torch.tensor(5), torch.arange(8)
+    mask = flexmasks.get_mask(any_of, masks=[flexmasks.masks.causal(), lambda b, h, q, kv: kv < 3, place])
+    for at in (5, 7):
+        place.fill_(at)
+        want = (index[:, None] >= index) | (index < 3) | (index == at)
+        assert torch.equal(flexmasks.dense_mask(mask, 8)[0, 0], want)
+        x = torch.randn(1, 1, 8, 4)
+        assert error(flexmasks.attention(x, x, x, mask=mask), attend(x, x, x, want)[0]) < 1e-5
+
+
+def test_masks_as_defaults_and_from_prepare() -> None:
+    def near(b: Any, h: Any, q: Any, kv: Any, *, inner: Any = flexmasks.masks.causal()) -> Any:  # noqa: B008
+        return inner(b, h, q, kv) & (q - kv < 3)
+
+    index = torch.arange(8)
+    distance = index[:, None] - index
+    assert torch.equal(flexmasks.dense_mask(near, 8)[0, 0], (distance >= 0) & (distance < 3))
+
+    def changed(size: Any, *, inner: Any) -> dict[str, Any]:
+        return {"inner": inner & flexmasks.masks.causal()}
+
+    flexmasks.register_mask(name="changed_inner", prepare=changed)(near)
+    with pytest.raises(TypeError, match="`prepare` must return the mask `inner` as it was given"):
+        flexmasks.dense_mask("changed_inner", 8, inner=flexmasks.masks.sliding_window(window=3))

@@ -178,3 +178,58 @@ def test_given_blocks_are_honored_pair_by_pair() -> None:
     assert flexmasks.explain(q, k, v, block_mask=made).backend == "short"
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=visible).nan_to_num(0.0)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("over", ["batch", "heads", "both"])
+@pytest.mark.parametrize("what", ["hidden keys", "one query", "second gradients"])
+def test_calls_that_the_reference_finishes_keep_the_masks_of_all_heads(over, what):
+    """Numbers that are not finite, and derivatives of gradients, are left to the reference."""
+    torch.manual_seed(0)
+    q, k, v = _qkv(length=96)
+    shape = {"batch": (2, 1), "heads": (1, 4), "both": (2, 4)}[over]
+    windows = torch.arange(8).view(2, 4)[: shape[0], : shape[1]] * 9
+    q_index, kv_index = torch.arange(96)[:, None], torch.arange(96)
+    seen = (q_index >= kv_index) & (q_index - kv_index <= windows[..., None, None]) & (kv_index < 80)
+    if what == "hidden keys":
+        k[:, :, 80:] = math.nan
+    elif what == "one query":
+        q[0, 0, 5] = math.nan
+
+    def mask(b, h, q, kv):
+        window = windows[b if shape[0] > 1 else b * 0, h if shape[1] > 1 else h * 0]
+        return (q >= kv) & (q - kv <= window) & (kv < 80)
+
+    def by_hand(q, k, v):
+        scores = q @ k.nan_to_num().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        return (scores.masked_fill(~seen, -1e30).softmax(-1) * seen) @ v
+
+    if what == "second gradients":
+        results = []
+        for attend in (lambda *x: flexmasks.attention(*x, mask=mask), by_hand):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            first = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+            results.append([*first, *second])
+        got, want = results
+    else:
+        got, want = [flexmasks.attention(q, k, v, mask=mask)], [by_hand(q, k, v)]
+        got[0][0, 0, 5] = want[0][0, 0, 5] = 0
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-3, atol=1e-3 * float(b.detach().abs().max()))
+
+
+def test_what_lies_behind_gathered_pages_is_not_read():
+    """Memory that was used before holds anything; sequences need not fill the last block, or the columns of a table."""
+    torch.manual_seed(0)
+    q, (k_cache, v_cache) = torch.randn(2, 2, 40, 16), torch.randn(2, 18, 16, 2, 16)
+    table, lens = torch.arange(18).view(2, 9), torch.tensor([49, 60])
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for b, n in enumerate(lens.tolist()):
+        k, v = (x[table[b]].flatten(0, 1)[:n].transpose(0, 1) for x in (k_cache, v_cache))
+        seen = torch.ones(40, n, dtype=torch.bool).tril(n - 40)
+        want = F.scaled_dot_product_attention(*(x.double() for x in (q[b], k, v)), attn_mask=seen)
+        torch.testing.assert_close(out[b].double(), want, rtol=1e-4, atol=1e-5)

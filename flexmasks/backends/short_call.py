@@ -63,9 +63,10 @@ class ShortReplay(Replay):
         bias = added[0] if added else None if self.bias is None else self.bias.product()
         share = q.shape[0] // bias.shape[0] if bias is not None else 1
         score_mod = None if bias is None else functools.partial(_added_to, bias, share)
-        one = torch.ones(1, 1, 1, dtype=torch.int32, device=q.device)
+        sizes = self.visible.shape[:2]  # the reference takes from the lists whether batch elements and heads differ
+        one = torch.ones(*sizes, 1, dtype=torch.int32, device=q.device)
         block_mask = compat.BlockMask.from_kv_blocks(
-            one, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=q.device), BLOCK_SIZE=(q.shape[2], k.shape[2]),
+            one, torch.zeros_like(one)[..., None], BLOCK_SIZE=(q.shape[2], k.shape[2]),
             mask_mod=functools.partial(_read, self.visible), seq_lengths=(q.shape[2], k.shape[2]),
         )  # fmt: skip
         return attend(q, k, v, score_mod, block_mask, self.scale)

@@ -14,7 +14,6 @@ from torch import Tensor
 from flexmasks.plans.shifted import Offset, offsets_of
 
 _MAX_BYTES = 1 << 26  # bytes of keys that are copied together, of more than one sequence
-_BLOCK = 128  # the sizes of all blocks divide it
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,14 @@ class Gathered:
     def gathered(self, cache: Tensor) -> Tensor:
         """Copy the keys or values of each batch element from a cache [n_pages, page_size, Hkv, D]: [G, Hkv, room, D].
 
-        Places behind the last page in use hold 0 up to the end of a block, where kernels may read them, and then
-        anything.
+        Places behind the last page in use hold 0: kernels may read them, and weigh their values with 0.
         """
         size = cache.shape[1]
         keys = cache.new_empty(len(self.pages), self.room, *cache.shape[2:])
         for own, pages in zip(keys, self.pages, strict=True):
             end = len(pages) * size
             torch.index_select(cache, 0, pages, out=own[:end].unflatten(0, (-1, size)))
-            own[end : -(-end // _BLOCK) * _BLOCK] = 0
+            own[end:] = 0
         return keys.transpose(1, 2)
 
 

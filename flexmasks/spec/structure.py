@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexmasks.cache import identity
 from flexmasks.spec.code import (
     Attributes,
     attributes_of,
@@ -176,6 +177,19 @@ def key_of(value: Any, tensors: list[Tensor]) -> Hashable:
     structure, leaves = flatten(value)
     tensors += leaves.all_tensors
     return structure.key
+
+
+def state_of(value: Any, tensors: list[Tensor]) -> Hashable | None:
+    """The state of everything that a value reads, or None if it cannot be known.
+
+    The tensors that it reads are appended to `tensors`. Who compares states holds them: others may take their places.
+    """
+    try:
+        key = key_of(value, tensors)
+    except Opaque:
+        return None
+    states = [identity(t) for t in tensors]
+    return None if None in states else (key, *states)
 
 
 def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:

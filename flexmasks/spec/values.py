@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
-from flexmasks.cache import identity
 from flexmasks.spec.aliases import in_one_piece
 from flexmasks.spec.definitions import (
     AND,
@@ -33,25 +32,12 @@ from flexmasks.spec.definitions import (
 )
 from flexmasks.spec.parameters import Size, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.structure import Filling, Opaque, Readable, Recipe, Walk, flatten, key_of, tensors_of
+from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
 # Pairs of a 0-dimensional tensor and the same number for each head.
 Spread = list[tuple[Tensor, Tensor]]
-
-
-def state_of(value: Any, tensors: list[Tensor]) -> Hashable | None:
-    """The state of everything that a value reads, or None if it cannot be known.
-
-    The tensors that it reads are appended to `tensors`. Who compares states holds them: others may take their places.
-    """
-    try:
-        key = key_of(value, tensors)
-    except Opaque:
-        return None
-    states = [identity(t) for t in tensors]
-    return None if None in states else (key, *states)
 
 
 class Modifier(Readable):
@@ -237,7 +223,9 @@ class Modifier(Readable):
         for n, value in arguments.items():
             given = self.params.get(n, _Absent if has_prepared else parameters[n].default)
             if inner := _modifiers_in(value):
-                source = next(p for p, v in self.params.items() if v is value)
+                source = next((p for p, v in self.params.items() if v is value), n)
+                if self._given(source) is not value:
+                    raise self.named(TypeError(f"`prepare` must return the {self.kind} `{n}` as it was given."))
                 resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
             elif isinstance(value, Tensor) and (names := [p for p, v in self.params.items() if v is value]):
                 if names != [n]:
@@ -278,10 +266,12 @@ class Modifier(Readable):
         arguments: dict[str, Any] = {}
         for name, value in {**self.params, **resolved}.items():
             if isinstance(value, ResolvedInner):
-                source = self.params[value.source]
+                source = self._given(value.source)
                 inner = zip(_modifiers_in(source), value.resolved, strict=True)
-                mods = tuple(m.bind(r, heads, spread, for_kernels) for m, r in inner)
-                arguments[name] = mods if isinstance(source, tuple) else mods[0]
+                mods = (m.bind(r, heads, spread, for_kernels) for m, r in inner)
+                parts = source if isinstance(source, tuple) else (source,)
+                made = tuple(next(mods) if isinstance(x, Modifier) else x for x in parts)
+                arguments[name] = made if isinstance(source, tuple) else made[0]
             elif isinstance(value, _Given):
                 arguments[name] = self.params[value.parameter]
             elif value is not _Absent:
@@ -323,6 +313,10 @@ class Modifier(Readable):
             self.check_data(f"flexmasks.{type(self).__name__}.to")
         return type(self)(self.definition, {n: _on(v, device) for n, v in self.params.items()})
 
+    def _given(self, name: str) -> Any:
+        parameter = self.definition.parameters.get(name)
+        return self.params.get(name, parameter and parameter.default)
+
     def check_data(self, call: str) -> None:
         """Raise ValueError for a tensor on the meta device."""
         for name, tensor in self.named_tensors():
@@ -331,7 +325,8 @@ class Modifier(Readable):
                 raise ValueError(f"{call}: {name} must hold data, it is {describe(tensor)} on meta; {advice}.")
 
     def __reduce__(self) -> Any:
-        problem = why_not(tuple(v for v in self.params.values() if not _modifiers_in(v)))
+        parts = [x for v in self.params.values() for x in (v if isinstance(v, tuple) else (v,))]
+        problem = why_not(tuple(x for x in parts if not isinstance(x, Modifier)))
         if problem:
             return refused(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
         return loaded, (self.kind, self.definition, dict(self.params))

@@ -138,12 +138,12 @@ class ShardedMask(LateMask):
 # Models that compute with their mask as a tensor, which masks of one query are, and some that leave out a BlockMask
 # without a message.
 _REFUSED = (
-    "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer"
+    "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer", "nllb-moe"
 )  # fmt: skip
 
-# Models that need the mask as numbers to add to scores. The first one appends those of further keys, and calls an
+# Models that need the mask as numbers to add to scores. Two append those of further keys or add a bias, and call an
 # attention function; the other one is a part of models that do.
-_ADDED = ("deepseek_v4", "gemma4_audio")
+_ADDED = ("deepseek_v4", "beit", "gemma4_audio")
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
