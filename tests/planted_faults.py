@@ -138,7 +138,7 @@ FAULTS: list[Fault] = [
         ("tests/test_blocks.py::test_in_place_changes_of_the_batch_index_stay_inside",),
     ),
     # --- spec ---
-    Fault("spec/values.py", "else (key, *states)", "else key"),
+    Fault("spec/structure.py", "else (key, *states)", "else key"),
     Fault("spec/parameters.py", "a.dtype == b.dtype and a.shape", "a.shape", ("tests/test_values.py::test_unequal",)),
     Fault(
         "spec/values.py",
