@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
@@ -269,8 +270,7 @@ class Modifier(Readable):
                 source = self._given(value.source)
                 inner = zip(_modifiers_in(source), value.resolved, strict=True)
                 mods = (m.bind(r, heads, spread, for_kernels) for m, r in inner)
-                parts = source if isinstance(source, tuple) else (source,)
-                made = tuple(next(mods) if isinstance(x, Modifier) else x for x in parts)
+                made = tuple(next(mods) if isinstance(x, Modifier) else x for x in _parts_of(source))
                 arguments[name] = made if isinstance(source, tuple) else made[0]
             elif isinstance(value, _Given):
                 arguments[name] = self.params[value.parameter]
@@ -325,7 +325,7 @@ class Modifier(Readable):
                 raise ValueError(f"{call}: {name} must hold data, it is {describe(tensor)} on meta; {advice}.")
 
     def __reduce__(self) -> Any:
-        parts = [x for v in self.params.values() for x in (v if isinstance(v, tuple) else (v,))]
+        parts = itertools.chain.from_iterable(map(_parts_of, self.params.values()))
         problem = why_not(tuple(x for x in parts if not isinstance(x, Modifier)))
         if problem:
             return refused(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
@@ -574,9 +574,12 @@ def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
     return value.to(device) if is_made else value
 
 
+def _parts_of(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _modifiers_in(value: Any) -> list[Modifier]:
-    values = value if isinstance(value, tuple) else (value,)
-    return [v for v in values if isinstance(v, Modifier)]
+    return [v for v in _parts_of(value) if isinstance(v, Modifier)]
 
 
 def _is_plain(value: Any) -> bool:
