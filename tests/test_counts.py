@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -427,6 +428,20 @@ def test_options_of_a_kernel() -> None:
     assert _options(300, ROWS_GUARANTEED_SAFE=False, BLOCK_M=64) == {SAFE: False, "BLOCK_M": 64, "BACKEND": "TRITON"}
     assert _options(300, BACKEND="TRITON_DECODE") == {"BACKEND": "TRITON_DECODE"}
     assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+@pytest.mark.parametrize("queries", [128, 300, 1024])
+@pytest.mark.parametrize("keys", [128, 300, 1024])
+def test_lengths_of_whole_tiles(queries: int, keys: int) -> None:
+    """Options of the user, and kernels whose tiles torch chooses by other rules, are left as they are."""
+    q, k = (torch.empty(1, 2, n, 16) for n in (queries, keys))
+    call = types.SimpleNamespace(q=q, k=k, kernel_options=None)
+    is_whole = 300 not in (queries, keys)
+    assert flex._ends_at_tiles(call, {"BACKEND": "TRITON"}) == is_whole  # type: ignore[arg-type]
+    assert not flex._ends_at_tiles(call, {})  # type: ignore[arg-type]
+    assert not flex._ends_at_tiles(call, {"BACKEND": "FLASH"})  # type: ignore[arg-type]
+    call.kernel_options = {"BLOCK_M": 256}
+    assert not flex._ends_at_tiles(call, {"BACKEND": "TRITON", "BLOCK_M": 256})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])

@@ -363,6 +363,49 @@ def test_decoding_with_a_slice_of_a_longer_padding_mask(device: str) -> None:
     assert sum(counts[3:]) == 0
 
 
+# --- lengths ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "document", "key_padding", None])
+def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None) -> None:
+    """Two sets of kernels, each for any length, read and write nothing outside of q, k and v, where NaN are.
+
+    Lengths come in any order, also of queries and keys that differ.
+    """
+
+    def padded(length: int) -> Tensor:
+        x = torch.full((2, 2, length + 256, 64), math.nan, device="cuda", dtype=torch.bfloat16)
+        x[:, :, 128 : length + 128] = torch.randn(2, 2, length, 64, device="cuda")
+        return x[:, :, 128 : length + 128].requires_grad_()
+
+    def call(queries: int, keys: int) -> None:
+        q, k, v = padded(queries), padded(keys), padded(keys)
+        ids = torch.arange(max(queries, keys), device="cuda").expand(2, -1) // 200 % 2
+        shown = torch.rand(2, keys, device="cuda") > 0.3
+        arguments = {"document": {"document_ids": ids}, "key_padding": {"attention_mask": shown}}.get(mask or "", {})
+        out = flexmasks.attention(q, k, v, mask=mask, q_offset=0, backend="flex", score="alibi", **arguments)
+        gradient = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v), gradient)
+        visible = flexmasks.dense_mask(
+            mask or "full", queries, keys, q_offset=0, batch=2, heads=2, device="cuda", **arguments
+        )
+        exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+        wanted = naive(*exact, visible.cpu(), lambda score, b, h, i, j: score + 2.0 ** (-4.0 * (h + 1)) * (j - i))
+        assert error(out, wanted) < 2e-2
+        for x, y in zip(found, torch.autograd.grad(wanted, exact, gradient.double().cpu()), strict=True):
+            assert error(x, y) < 3e-2
+
+    whole = [(384, 384), (512, 512), (640, 640), (1152, 1152), (896, 896)]
+    others = [(300, 300), (450, 450), (700, 700), (1000, 1000), (833, 833)]
+    mixed = [pair for pairs in zip(whole, others, strict=True) for pair in pairs]
+    counts = kernels_of([functools.partial(call, *lengths) for lengths in mixed])
+    assert sum(counts[:6]) <= 4
+    assert sum(counts[6:]) == 0
+    for lengths in [(384, 512), (384, 500), (1024, 256), (1000, 256)]:
+        call(*lengths)
+
+
 # --- batch sizes and heads ---
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]

@@ -507,7 +507,8 @@ class Runner:
 
 # The parts of a kernel's key in words, for the log.
 _KEY_PARTS = (
-    "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size", "number of heads",
+    "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size",
+    "kind of lengths (multiples of 128, or others)", "number of heads",
     "number of heads of k and v", "head size", "head size of v", "wish for an lse", "scale", "set of kernel options",
     *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
