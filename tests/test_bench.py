@@ -171,6 +171,9 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
     steps.clear()
     assert main(["steps", "--device", "cpu", "--quick", "--only", "plan", "loop, documents, ALiBi"]) == 0
     assert steps == ["plan, documents, [2, 2, 256, 64]", "loop, documents, ALiBi, [2, 2, 256, 64]"]
+    steps.clear()
+    assert main(["steps", "--device", "cpu", "--quick", "--only", "lengths, documents, ALiBi"]) == 0
+    assert steps == [f"lengths, documents, ALiBi, [1, 2, 2048, 64] less {shorter}" for shorter in (0, 37)]
     assert main(["steps", "--device", "cpu", "--only", "plam"]) == 2
     assert "nothing to measure is named ['plam']; there are plan, documents" in capsys.readouterr().err
     for wrong in (["steps", "--masks", "causal"], ["blocks", "--quick"], ["attention", "--only", "causal"]):

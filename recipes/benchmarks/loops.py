@@ -164,10 +164,10 @@ def by_flexmasks(loop: Loop) -> Prepare:
     return prepare
 
 
-def by_torch(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
-    """Return attention as users of torch write it."""
+def by_torch(loop: Loop, shape: Shape, device: torch.device, dynamic: bool | None = False) -> Prepare:
+    """Return attention as users of torch write it; dynamic: as torch.compile has it."""
     batch, heads, length, _ = shape
-    create, flex = compiled_create(), compiled_flex()
+    create, flex = compiled_create(dynamic), compiled_flex(dynamic)
     slopes = torch.tensor(alibi_slopes(heads), device=device)
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -209,15 +209,15 @@ def indices(batch: int, heads: int, length: int, device: torch.device) -> tuple[
     return b[:, None, None, None], h[:, None, None], q[:, None], kv
 
 
-def compiled_create() -> Callable[[Mod, int, int, torch.device], BlockMask]:
+def compiled_create(dynamic: bool | None = False) -> Callable[[Mod, int, int, torch.device], BlockMask]:
     """Return a compiled create_block_mask of a mask that does not depend on the head."""
-    create = torch.compile(create_block_mask, dynamic=False)
+    create = torch.compile(create_block_mask, dynamic=dynamic)
     return lambda mask_mod, batch, length, device: create(mask_mod, batch, None, length, length, device=str(device))
 
 
-def compiled_flex() -> Callable[..., Tensor]:
+def compiled_flex(dynamic: bool | None = False) -> Callable[..., Tensor]:
     """Return flex_attention, compiled for one kind of call."""
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 class Chain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from benchmarks.loops import (
     Chain,
     Draws,
     Loop,
+    Prepare,
     Replayed,
     Shape,
     by_flexmasks,
@@ -48,6 +50,7 @@ from flexmasks.request import Request
 _TRAINED = [*(("document ids", way) for way in WAYS), ("offsets", "eager"), ("offsets", "compiled")]
 _CALLS_BEFORE_PLANS = 4
 _CHECKED_STEPS = 5
+_SIXTEENTHS = 16, 9, 13, 11, 15, 10, 14, 12  # lengths of batches that follow each other
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # largest relative difference of losses
 
 
@@ -116,6 +119,34 @@ def _loop_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtyp
     rows = measured_rows("loop", loop.name, shape, dtype, measured)
     backend = chain.backend(new.new())
     rows = [row if row["who"] == PLAIN else {**row, "backend": backend} for row in rows]
+    if PLAIN in measured.figures:
+        rows[0]["difference"] = measured.difference(OURS, PLAIN)
+    return rows
+
+
+def _length_rows(
+    loop: Loop, shape: Shape, shorter: int, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
+) -> list[Row]:
+    """Return the figures of steps that run batches of several lengths, one after the other.
+
+    shorter: how many tokens the lengths have less than sixteenths of that of `shape`.
+    """
+    batch, heads, length, size = shape
+    shapes = [(batch, heads, length * n // 16 - shorter, size) for n in _SIXTEENTHS]
+    chains = [Chain(loop, of_batch, device, dtype) for of_batch in shapes]
+
+    def step(prepares: Sequence[Prepare], draws: Sequence[Draws]) -> Tensor:
+        outputs = [chain.run(prepare, d.new()) for chain, prepare, d in zip(chains, prepares, draws, strict=True)]
+        return outputs[-1]
+
+    ours = [by_flexmasks(loop) for _ in chains]
+    theirs = [by_torch(loop, of_batch, device, dynamic=None) for of_batch in shapes]
+    new, plain = ([Draws(chain.drawn) for chain in chains] for _ in range(2))
+    implementations = {OURS: functools.partial(step, ours, new), PLAIN: functools.partial(step, theirs, plain)}
+    measured = measure(implementations, device, pace, cold)
+    case = f"{loop.name}, {'other lengths' if shorter else 'multiples of 128'}"
+    rows = measured_rows("lengths", case, shape, dtype, measured)
+    rows[0]["backend"] = chains[-1].backend(new[-1].new())
     if PLAIN in measured.figures:
         rows[0]["difference"] = measured.difference(OURS, PLAIN)
     return rows
@@ -347,6 +378,11 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         cold = (packing, way) == ("document ids", "compiled")
         call = functools.partial(_training_rows, packing, way, model, device, dtype, pace, cold)
         todo[f"training, {packing}, {way}"] = call
+    of_lengths = (1, 2, 2048, 64) if quick else shapes[0]
+    for loop, shorter in itertools.product(LOOPS[:5:2] if is_cuda or quick else (), (0, 37)):
+        cold = is_cuda and loop is LOOPS[0]
+        call = functools.partial(_length_rows, loop, of_lengths, shorter, device, dtype, pace, cold)
+        todo[f"lengths, {loop.name}, {list(of_lengths)} less {shorter}"] = call
     for loop in LOOPS[:2] if is_cuda else ():
         call = functools.partial(_graph_rows, loop, shapes[0], device, dtype, pace)
         todo[f"graph, {loop.name}, {list(shapes[0])}"] = call

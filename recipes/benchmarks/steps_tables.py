@@ -28,7 +28,10 @@ def table(results: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
     parts = [f"{measured_on(results)}; medians."]
-    tables = {"plan": _plan_table, "loop": _loop_table, "gradients": _gradient_table, "training": _training_table}
+    tables = {
+        "plan": _plan_table, "loop": _loop_table, "lengths": _length_table, "gradients": _gradient_table,
+        "training": _training_table,
+    }  # fmt: skip
     for kind, make in tables.items():
         cases = _cases(results, kind)
         if cases:
@@ -94,6 +97,19 @@ def _loop_table(cases: _Cases) -> str:
         f"### Loops\n\nA step is {CALLS} attentions in a chain that share the mask and, on a GPU, one backward pass. "
         "Pairs of figures are of flexmasks / of compiled torch.\n\n"
         f"{github_table(rows, header)}"
+    )
+
+
+def _length_table(cases: _Cases) -> str:
+    rows = []
+    for (case, shape), by_who in cases.items():
+        cells = [case, shape, by_who[OURS]["backend"], _figure(by_who, OURS), _against(by_who, PLAIN)]
+        rows.append([*cells, *(_pair(by_who, key) for key in ("first_s", "compilations"))])
+    header = ["loop", "largest B x H x S x D", "backend", "flexmasks, ms", "compiled torch", "first, s"]
+    return (
+        "### Lengths\n\nA step runs such loops of eight batches one after the other, whose lengths are from nine "
+        "sixteenths of the largest to the largest, or 37 tokens less. torch compiles for any length.\n\n"
+        f"{github_table(rows, [*header, 'compiles later'])}"
     )
 
 
