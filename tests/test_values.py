@@ -291,6 +291,49 @@ def test_deep_copies_have_tensors_of_their_own() -> None:
     assert (truth(mask)[0].sum(), truth(other)[0].sum()) == (13, 3)
 
 
+class Holder(torch.nn.Module):
+    """A module whose masks read the buffer of a module inside it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = Reader()
+        functions: dict[str, Callable[..., Tensor]] = {
+            "module": self.inner,
+            "method of a module": self.inner.forward,
+            "partial": functools.partial(Reader.forward, self.inner),
+            "own method": self.own,
+        }
+        self.mask = get_mask(functions[how])
+        self.both = get_mask("causal") & self.mask
+
+    def own(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.inner.shown[kv]
+
+
+class Reader(torch.nn.Module):
+    shown: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shown", torch.ones(64, dtype=torch.bool))
+
+    def forward(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.shown[kv]
+
+
+@pytest.mark.parametrize("how", ["module", "method of a module", "partial", "own method"])
+def test_masks_of_a_copied_module_read_the_copy(how: str) -> None:
+    first = Holder(how)
+    want = truth(first.mask).clone(), truth(first.both).clone()
+    other = copy.deepcopy(first)
+    other.inner.shown[3:] = False
+    for mask, changed, before in zip((first.mask, first.both), (other.mask, other.both), want, strict=True):
+        assert torch.equal(truth(mask), before)
+        hidden = torch.arange(before.shape[-1]) >= 3
+        assert torch.equal(truth(changed), before & ~hidden)
+        assert torch.equal(dense(changed), before & ~hidden)
+
+
 # --- as torch's mask_mods and score_mods ---
 
 

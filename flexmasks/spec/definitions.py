@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -84,8 +85,10 @@ class Definition:
         match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", self.doc, re.MULTILINE | re.DOTALL)
         return " ".join(match[1].split()) if match else ""
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self  # a definition never changes and is compared by identity
+    def __deepcopy__(self, memo: Any) -> Definition:
+        """Return the definition itself, or that of a copied object: a module's copy needs masks that read the copy."""
+        function = self.function if self.registered else copy.deepcopy(self.function, memo)
+        return self if function is self.function else replace(self, function=function, captured=None)
 
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         if self.registered:
