@@ -501,6 +501,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no masks": (lambda: balance([], 64, 4), r"balance: `masks` must hold at least one mask, got none"),
     "block size": (lambda: balance("causal", 64, 4, block_size=0), r"balance: `block_size` must be an int above 0"),
     "rows": (lambda: seen_by("causal", (3, 99), 64), r"seen_by: `rows` must be \(start, stop\) with .* <= 64"),
+    "no rows": (lambda: seen_by("causal", None, 64), r"seen_by: `rows` must be \(start, stop\) .*, got None"),  # type: ignore[arg-type]
+    "batch": (lambda: balance("causal", 64, 4, batch=0), r"balance: `batch` must be an int above 0, got 0"),
+    "number of heads": (lambda: balance("causal", 64, 4, heads=1.5), r"balance: `heads` must be an int above 0"),  # type: ignore[arg-type]
     "twice": (
         lambda: Order(8, (((0, 5),), ((4, 8),))),
         r"Order: .* once, but token 4 is held more than once",
@@ -508,6 +511,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "gap": (lambda: Order(8, (((0, 3),), ((4, 8),))), r"Order: .* but token 3 is held never"),
     "end": (lambda: Order(8, (((0, 3),), ((3, 7),))), r"Order: .* but token 7 is held never"),
     "outside": (lambda: Order(8, (((0, 9),),)), r"Order: a part must be \(start, stop\) with .* <= 8, got \(0, 9\)"),
+    "not a pair": (lambda: Order(8, [[(0, 4, 8)]]), r"Order: a part must be \(start, stop\) .*, got \(0, 4, 8\)"),  # type: ignore[arg-type, list-item]
+    "floats": (lambda: Order(8, (((0, 8.0),),)), r"Order: a part must be \(start, stop\) .*, got \(0, 8\.0\)"),  # type: ignore[arg-type]
+    "no ranges": (lambda: Order(8, ((0, 8),)), r"Order: a part must be \(start, stop\) .*, got 0"),  # type: ignore[arg-type]
+    "no ranks' parts": (lambda: Order(8, (0, 8)), r"Order: an entry of `parts` must hold the parts .*, got 0"),  # type: ignore[arg-type]
     "no parts": (lambda: Order(8, ()), r"Order: `parts` must have an entry for each rank"),
     "natural": (lambda: Order.natural(8, 0), r"Order\.natural: `ranks` must be an int above 0, got 0"),
     "order": (

@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 

@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, cut, fail, merged, size_of
+from flexmasks.integrations.distributed.counts import (
+    Parts,
+    check_int,
+    check_range,
+    computed_blocks,
+    cut,
+    fail,
+    merged,
+    size_of,
+)
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
@@ -52,9 +61,11 @@ class Order:
         check_int("Order", "length", self.length)
         if not self.parts:
             fail("Order", "`parts` must have an entry for each rank, got none.")
-        for part in (part for own in self.parts for part in own):
-            if not 0 <= part[0] <= part[1] <= self.length:
-                fail("Order", f"a part must be (start, stop) with 0 <= start <= stop <= {self.length}, got {part}.")
+        for own in self.parts:
+            if not isinstance(own, tuple | list):
+                fail("Order", f"an entry of `parts` must hold the parts (start, stop) of a rank, got {own!r}.")
+            for part in own:
+                check_range("Order", "a part", part, self.length)
         covered = 0
         for start, stop in sorted(part for own in self.parts for part in own if part[0] < part[1]):
             if start != covered:
@@ -198,6 +209,9 @@ def balance(
         ((0, 8192), (57344, 65536))
     """
     check_int("balance", "length", length)
+    for name, count in (("batch", batch), ("heads", heads)):
+        if count is not None:
+            check_int("balance", name, count)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim > 2:
             fail("balance", f"`mesh` must not have {mesh.ndim} dimensions here; pass the number of ranks instead.")
@@ -211,7 +225,7 @@ def balance(
     counted = counted_masks("balance", masks)
     block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
     check_int("balance", "block_size", block_size)
-    batch = batch or batch_of(counted)
+    batch = batch_of(counted) if batch is None else batch
     rows = np.zeros(-(-length // block_size), dtype=np.int64)
     for mask, times in counted.items():
         rows += times * computed_blocks(mask, length, block_size=block_size, batch=batch, heads=heads).numpy()

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,14 @@ def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoRetu
 def check_int(call: str, name: str, value: Any) -> None:
     if type(value) is not int or value < 1:
         fail(call, f"`{name}` must be an int above 0, got {describe(value)}.")
+
+
+def check_range(call: str, name: str, value: Any, length: int) -> None:
+    is_pair = (
+        isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(n, int | np.integer) for n in value)
+    )
+    if not is_pair or not 0 <= value[0] <= value[1] <= length:
+        fail(call, f"{name} must be (start, stop) with 0 <= start <= stop <= {length}, got {describe(value)}.")
 
 
 def are_ascending(parts: Sequence[tuple[int, int]]) -> bool:
@@ -232,7 +241,6 @@ def seen_by(
         ((0, 128), (1920, 3072))
     """
     counted = CountedMask("seen_by", mask, length, block_size, batch, heads)
+    check_range("seen_by", "`rows`", rows, length)
     start, stop = rows
-    if not 0 <= start <= stop <= length:
-        fail("seen_by", f"`rows` must be (start, stop) with 0 <= start <= stop <= {length}, got {rows}.")
     return counted.seen([((start, stop),)])[0] if start < stop else ()
