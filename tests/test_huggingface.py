@@ -1074,7 +1074,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         huggingface.register()
 
 
-@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {}), ("XGLM", {})])
+@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {}), ("Mpt", {"n_heads": 4}), ("XGLM", {})])
 def test_models_without_an_attention_function_are_refused(name: str, given: dict[str, Any]) -> None:
     cls = getattr(transformers, f"{name}Model")
     model = cls._from_config(cls.config_class(**TEXT | given), attn_implementation="flexmasks").eval()
@@ -1088,6 +1088,16 @@ def test_late_masks_answer_as_tensors_do() -> None:
     assert (late.shape, late.ndim, late.dim(), late.size(3)) == ((2, 1, 20, 20), 4, 4, 20)
     assert (late.dtype, late.is_floating_point()) == (torch.bool, False)
     assert late.contiguous() is late
+    assert late.to("cpu").shape == late.to(device="cpu").shape == late.shape
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        late.nothing  # noqa: B018
+    calls: list[Callable[[], object]] = [
+        lambda: late.to(torch.float32), lambda: late.to(device="cpu", dtype=torch.float32), lambda: late.float(),
+        lambda: late.to("cpu", torch.bool), lambda: late.expand(2, 4, 20, 20), lambda: late.masked_fill(late, 0.0),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match=r'computes with its mask.*use attn_implementation="eager"'):
+            call()
     assert repr(late) == str(late) == "LateMask(sliding_window(window=5), shape=(2, 1, 20, 20))"
     assert torch.equal(late.to_dense()[0, 0], _causal(window=6))
     assert torch.equal(late[:, 0, 3:5], _causal(window=6)[3:5].expand(2, -1, -1))

@@ -63,6 +63,8 @@ class LateMask(compat.BlockMask):
         return self
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
+        if any(isinstance(x, torch.dtype) for x in (device, *given, *options.values())):
+            _fail_for("to(dtype)")
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
         return LateMask(self.parts.to(device), q_offset, self.shape, torch.device(device))
 
@@ -87,17 +89,25 @@ class LateMask(compat.BlockMask):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        name = getattr(function, "__name__", function)
         # torch's operators would turn a TypeError into one of their own.
-        fail(
-            f"the model computes with its mask ({name}), so it takes no attention function; use "
-            'attn_implementation="eager".'
-        )
+        _fail_for(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name.startswith("_") or not callable(getattr(Tensor, name, None)):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return lambda *args, **kwargs: _fail_for(name)
 
     def __repr__(self) -> str:
         return f"LateMask({self.mask!r}, shape={self.shape})"
 
     __str__ = __repr__
+
+
+def _fail_for(operation: str) -> NoReturn:
+    fail(
+        f"the model computes with its mask ({operation}), so it takes no attention function; use "
+        'attn_implementation="eager".'
+    )
 
 
 class ShardedMask(LateMask):
