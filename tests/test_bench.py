@@ -173,7 +173,7 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
     assert steps == ["plan, documents, [2, 2, 256, 64]", "loop, documents, ALiBi, [2, 2, 256, 64]"]
     steps.clear()
     assert main(["steps", "--device", "cpu", "--quick", "--only", "lengths, documents, ALiBi"]) == 0
-    assert steps == [f"lengths, documents, ALiBi, [1, 2, 2048, 64] less {shorter}" for shorter in (0, 37)]
+    assert steps == [f"lengths, documents, ALiBi, [1, 2, 512, 64] less {shorter}" for shorter in (0, 37)]
     assert main(["steps", "--device", "cpu", "--only", "plam"]) == 2
     assert "nothing to measure is named ['plam']; there are plan, documents" in capsys.readouterr().err
     for wrong in (["steps", "--masks", "causal"], ["blocks", "--quick"], ["attention", "--only", "causal"]):
@@ -611,8 +611,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return create_block_mask(mask_mod, batch, None, length, length, device=str(device))
 
     for module in (bench_steps, loops):
-        monkeypatch.setattr(module, "compiled_create", lambda: create)
-        monkeypatch.setattr(module, "compiled_flex", lambda: flex_attention)
+        monkeypatch.setattr(module, "compiled_create", lambda dynamic=False: create)
+        monkeypatch.setattr(module, "compiled_flex", lambda dynamic=False: flex_attention)
         monkeypatch.setattr(module, "attention", functools.partial(flexmasks.attention, backend="reference"))
 
 
@@ -621,13 +621,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     command = ["steps", "--device", "cpu", "--quick", "--json", str(file)]
-    assert main([*command, "--only", "plan", "loop, grouped_tril", "gradients, documents"]) == 0
+    assert main([*command, "--only", "plan", "loop, grouped_tril", "gradients, documents", "ALiBi, [1, 2"]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
     assert [(r["kind"], r["who"]) for r in results["rows"]] == [
         ("plan", "flexmasks"), ("plan", "flex_attention"),
         ("loop", "flexmasks"), ("loop", "flexmasks, old tensors"), ("loop", "flex_attention"),
         *[("gradients", "flexmasks"), ("gradients", "SDPA + mask")] * 2,
+        *[("lengths", "flexmasks"), ("lengths", "flex_attention")] * 2,
     ]  # fmt: skip
     assert all(row["difference"] < 1e-5 for row in results["rows"][5::2])
     for row in results["rows"]:
@@ -641,6 +642,8 @@ def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
     text = steps_tables.markdown(results)
     assert "| grouped_tril | 2x2x256x64" in " ".join(text.split())
     assert "| 2x2x256x64 | documents, ALiBi | short |" in " ".join(text.split())
+    for lengths in ("multiples of 32", "other lengths"):
+        assert f"| documents, ALiBi, {lengths} | 1x2x512x64 |" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("loop", [*loops.LOOPS, *loops.WITH_GRADIENTS[:2]], ids=lambda loop: loop.name)

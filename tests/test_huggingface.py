@@ -1074,7 +1074,9 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         huggingface.register()
 
 
-@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {}), ("Mpt", {"n_heads": 4}), ("XGLM", {})])
+@pytest.mark.parametrize(
+    ("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {}), ("Mpt", {"n_heads": 4}), ("XGLM", {})]
+)
 def test_models_without_an_attention_function_are_refused(name: str, given: dict[str, Any]) -> None:
     cls = getattr(transformers, f"{name}Model")
     model = cls._from_config(cls.config_class(**TEXT | given), attn_implementation="flexmasks").eval()

@@ -144,7 +144,7 @@ def _length_rows(
     new, plain = ([Draws(chain.drawn) for chain in chains] for _ in range(2))
     implementations = {OURS: functools.partial(step, ours, new), PLAIN: functools.partial(step, theirs, plain)}
     measured = measure(implementations, device, pace, cold)
-    case = f"{loop.name}, {'other lengths' if shorter else 'multiples of 128'}"
+    case = f"{loop.name}, {'other lengths' if shorter else f'multiples of {length // 16}'}"
     rows = measured_rows("lengths", case, shape, dtype, measured)
     rows[0]["backend"] = chains[-1].backend(new[-1].new())
     if PLAIN in measured.figures:
@@ -378,7 +378,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         cold = (packing, way) == ("document ids", "compiled")
         call = functools.partial(_training_rows, packing, way, model, device, dtype, pace, cold)
         todo[f"training, {packing}, {way}"] = call
-    of_lengths = (1, 2, 2048, 64) if quick else shapes[0]
+    of_lengths = (1, 2, 512, 64) if quick else shapes[0]
     for loop, shorter in itertools.product(LOOPS[:5:2] if is_cuda or quick else (), (0, 37)):
         cold = is_cuda and loop is LOOPS[0]
         call = functools.partial(_length_rows, loop, of_lengths, shorter, device, dtype, pace, cold)
