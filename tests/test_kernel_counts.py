@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.backends import numbers
+from flexmasks.backends import flex_kernels, numbers
 from flexmasks.plans import plan
 from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
@@ -404,6 +404,82 @@ def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None) -> None
     assert sum(counts[6:]) == 0
     for lengths in [(384, 512), (384, 500), (1024, 256), (1000, 256)]:
         call(*lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 8, 1], ids=["at the start", "aligned", "not aligned"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_slices_of_one_projection_have_kernels_for_any_length(batch: int, first: int) -> None:
+    """The projection begins at element `first` of a tensor. Three kernels, for one length, multiples of 128, others."""
+
+    def call(length: int) -> None:
+        whole = torch.randn(first + batch * length * 4 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        projection = whole[first:].view(batch, length, 4, 64)
+        q, k, v = (x.transpose(1, 2) for x in projection.split([2, 1, 1], 2))
+        out = flexmasks.attention(q, k, v, mask="causal", backend="flex")
+        gradient = torch.randn_like(out)
+        (found,) = torch.autograd.grad(out, whole, gradient)
+        exact = whole.detach().double().cpu().requires_grad_()
+        parts = exact[first:].view(batch, length, 4, 64).transpose(1, 2).split([2, 1, 1], 1)
+        visible = torch.ones(length, length, dtype=torch.bool).tril()
+        wanted = naive(*parts, visible)
+        assert error(out, wanted) < 2e-2
+        assert error(found, torch.autograd.grad(wanted, exact, gradient.double().cpu())[0]) < 3e-2
+
+    counts = kernels_of([functools.partial(call, n) for n in (256, 512, 640, 300, 333, 417, 1024, 1000, 384)])
+    assert sum(counts[:6]) <= 4
+    assert sum(counts[6:]) == 0
+
+
+class Traced(Exception):
+    """torch has traced a graph, which the test does not compile."""
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 2, 0, 3)], ids=["[B, S, H, D]", "[S, B, H, D]"])
+def test_strides_inside_a_token_are_constants(order: tuple[int, ...], batch: int) -> None:
+    """Triton then sees that rows of slices of a projection are aligned; lengths are symbolic all the same."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def run(*args: Any) -> None:
+            raise Traced
+
+        return run
+
+    compiled = torch.compile(flex_kernels.flex, fullgraph=True, backend=keep)
+    blocks = flexmasks.block_mask("causal", 256)
+    for length in (96, 160, 224):
+        sizes = {0: (batch, length), 1: (length, batch)}[order[0]]
+        slices = torch.randn(*sizes, 24, 32).split([16, 4, 4], 2)
+        q, k, v = (x.permute(order) for x in slices)
+        blocks = flexmasks.block_mask("causal", length)
+        packed = [flex_kernels.packed_dims(x) for x in (q, k, v)]
+        assert any(packed[0])
+        with pytest.raises(Traced):
+            compiled(q, k, v, None, blocks, None, None, False, packed)
+    assert len(graphs) == 2
+    inputs = [x.meta["example_value"] for x in graphs[1].graph.nodes if x.op == "placeholder"]
+    tensors = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
+    assert len(tensors) == 3
+    for x in tensors:
+        assert isinstance(x.shape[2], torch.SymInt)
+        strides = [str(n) for n in x.stride()]  # a symbol that must have one value is shown as this value
+        assert strides[1:] == ["32", "768", "1"] if order[0] == 0 else strides[0] == "768" and strides[1] == "32"
+
+
+def test_which_strides_are_packed() -> None:
+    def of(x: Tensor) -> tuple[int, ...]:
+        return tuple(dim for dim, is_packed in enumerate(flex_kernels.packed_dims(x)) if is_packed)
+
+    x = torch.empty(3, 64, 24, 32)
+    assert of(x[:, :, :16].transpose(1, 2)) == (2,)
+    assert of(x[:, :, :16].permute(1, 2, 0, 3)) == (0,)
+    assert of(x) == of(x.transpose(1, 2)) == of(x.permute(1, 2, 0, 3)) == of(x.transpose(1, 2).contiguous()) == ()
+    assert of(torch.empty(3, 8, 256, 32)[:, :, :100]) == ()  # a cache of more keys
+    assert of(torch.empty(1, 1, 64, 32).expand(3, 8, 64, 32)) == ()
 
 
 # --- batch sizes and heads ---

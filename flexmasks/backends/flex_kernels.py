@@ -75,6 +75,7 @@ class _Shapes(NamedTuple):
     strides: tuple[tuple[int, ...], ...]  # of q, k and v, empty for what is contiguous
     contiguous: tuple[bool, ...]  # whether q, k and v are
     captured: Hashable  # shapes of the tensors that mask and score captured
+    packed: tuple[tuple[int, ...], ...]  # strides of q, k and v that are constants, see `packed_dims`
 
     @property
     def specialized(self) -> tuple[Any, ...]:
@@ -82,7 +83,7 @@ class _Shapes(NamedTuple):
 
         The properties are lengths of 1, equal lengths, and memory layouts.
         """
-        return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
+        return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous, self.packed
 
 
 @dataclass
@@ -186,10 +187,35 @@ def flex(
     scale: float | None,
     kernel_options: Any,
     with_lse: bool,
+    packed: Sequence[Sequence[bool]] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse, or None, of torch's flex_attention. Grouped heads are recognized from the shapes."""
+    """Return output and lse, or None, of torch's flex_attention. Grouped heads are recognized from the shapes.
+
+    packed: for q, k and v, for which dimensions' strides torch compiles, see `packed_dims`.
+    """
     _announce()
+    for x, dims in zip((q, k, v), packed, strict=False):
+        for stride, is_constant in zip(x.stride(), dims, strict=False):
+            if is_constant:
+                compat.as_constant(stride)
     return flex_by(compat.flex_attention, q, k, v, score_mod, block_mask, scale, kernel_options, with_lse)
+
+
+_NEGATIVE_DIMS = 0, -1, -2, -3
+
+
+def packed_dims(x: Tensor) -> tuple[bool, ...]:
+    """Return for which dimensions torch's compiler cannot derive the stride from sizes, within a token's stride.
+
+    Slices of one projection to q, k and v have such a one. In a kernel for any length it would be unknown, and Triton,
+    which then cannot tell that rows are aligned, loads single elements: twice as long on an H200. Larger strides, such
+    as those of a cache of more keys, change with lengths, and stay unknown.
+    """
+    strides, known, packed = x.stride(), {0, 1}, [False] * 4
+    for stride, negative_dim in sorted(zip(strides, _NEGATIVE_DIMS, strict=True)):  # the order in which torch derives
+        packed[-negative_dim] = stride <= strides[2] and stride not in known
+        known.add(stride * x.shape[-negative_dim])
+    return tuple(packed)
 
 
 def flex_by(
@@ -306,15 +332,15 @@ def _run_kernel(
         kernel = COMPILED.get(key)  # another thread may have made it
         if kernel is None:
             why = _why_new(key)
-            kernel = _new_kernel(key)
+            kernel = _new_kernel(key, q.is_cuda)
         elif kernel.graphs.count and not (kernel.has_room or kernel.is_ready(shapes)):
             why = f"torch keeps at most {kernel.graphs.most} graphs of a function"
-            kernel = _new_kernel(key, kernel.is_static)
+            kernel = _new_kernel(key, q.is_cuda, kernel.is_static)
         try:
             result = kernel.run(what, *args)
         except compat.FailOnRecompileLimitHit:  # other threads have compiled meanwhile
             why = "torch's recompile limit was reached"
-            kernel = _new_kernel(key, kernel.is_static)
+            kernel = _new_kernel(key, q.is_cuda, kernel.is_static)
             result = kernel.run(what, *args)
         except Exception as error:
             if passing_error(error) is not None:
@@ -337,7 +363,7 @@ def _run_kernel(
             # replaces a name within a longer name.
             is_static = kernel.follows_failure or _CPP_FAILED in str(error) or _is_wrong_bound(error)
             why = f"torch could not compile it for {'any length' if kernel.graphs.count else 'this call'}"
-            kernel = _new_kernel(key, is_static, follows_failure=True)
+            kernel = _new_kernel(key, q.is_cuda, is_static, follows_failure=True)
             try:
                 result = kernel.run(what, *args)
             except Exception:
@@ -428,17 +454,18 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
     """Return the shapes of a call; captured: those of the tensors that mask and score captured."""
     contiguous = tuple(x.is_contiguous() for x in (q, k, v))
     strides = tuple(() if x.is_contiguous() else x.stride() for x in (q, k, v))
-    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured)
+    packed = [tuple(itertools.compress(x.stride(), packed_dims(x))) for x in (q, k, v) if x.is_cuda]
+    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured, tuple(packed))
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
     return q.stride(), k.stride(), v.stride()
 
 
-def _new_kernel(key: Hashable, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
+def _new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_kernel_numbers)}"
     code = flex.__code__.replace(co_name=name)
-    function = types.FunctionType(code, flex.__globals__, name)
+    function = types.FunctionType(code, flex.__globals__, name, flex.__defaults__)
     # torch keeps compiled code, and with it the code object, until `forget_code` drops both.
     weakref.finalize(function, compat.forget_code, code).atexit = False
     graphs = _Graphs(most=compat.recompile_limit())
@@ -449,8 +476,11 @@ def _new_kernel(key: Hashable, is_static: bool = False, follows_failure: bool = 
         _this_thread.compilations = _compilations() + 1
         return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
 
-    dynamic = False if is_static else None
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": needed_guards})
+    # For any length torch does not know either where views begin: the few that are not aligned are copied.
+    options: dict[str, Any] = {"guard_filter_fn": needed_guards}
+    if is_cuda:
+        options["assume_aligned_inputs"] = True
+    compiled = torch.compile(function, fullgraph=True, dynamic=False if is_static else None, options=options)
     kernel = _Kernel(compiled, is_static, follows_failure, graphs)
     COMPILED.put(key, (), kernel, 1)
     return kernel
@@ -474,6 +504,8 @@ class Runner:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
         kernel, strides = self._kernel(), _strides(q, k, v)
         self._runs += 1
+        if q.is_cuda:
+            args = *args, (packed_dims(q), packed_dims(k), packed_dims(v))
         may_run = kernel is not None and kernel.has_room and strides in self._strides
         if kernel is not None and may_run and self._runs % _RUNS_BETWEEN_LOOKUPS:
             try:  # cheaper than contextlib.suppress, on the way of every call
