@@ -410,7 +410,7 @@ def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None) -> None
 @pytest.mark.parametrize("first", [0, 8, 1], ids=["at the start", "aligned", "not aligned"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_slices_of_one_projection_have_kernels_for_any_length(batch: int, first: int) -> None:
-    """The projection begins at element `first` of a tensor. Three kernels, for one length, multiples of 128, others."""
+    """The projection begins at element `first` of a tensor; one that is not aligned is copied, and compiles nothing."""
 
     def call(length: int) -> None:
         whole = torch.randn(first + batch * length * 4 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
