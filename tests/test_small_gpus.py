@@ -86,7 +86,7 @@ def _compile(size: int, dtype: torch.dtype, case: str) -> None:
     block_mask = torch.nn.attention.flex_attention.BlockMask((LENGTH, LENGTH), *lists * 4, (128, 128), mask_mod)
     options = flex.options(q, k, v, None, None, (128, 128))
     call = torch.compile(
-        lambda: flex_kernels.flex(q, k, v, score_mod, block_mask, None, options, False)[0], fullgraph=True
+        lambda: flex_kernels.flex(q, k, v, score_mod, block_mask, None, options, False, ())[0], fullgraph=True
     )
     out = call()
     out.backward(torch.empty_like(out))

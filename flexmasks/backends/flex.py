@@ -36,6 +36,7 @@ from flexmasks.spec.structure import Opaque, flatten
 
 _log = logging.getLogger("flexmasks")
 _TILE = 128  # the most queries or keys of a tile
+_ENDS_AT_TILES = "IS_DIVISIBLE"  # a kernel option of torch's, see `_ends_at_tiles`
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     {},
@@ -144,8 +145,6 @@ class FlexReplay(Replay):
             shapes = None if shapes is None else shapes[2:]
         chosen = _options(call, backend, more_options)
         key = _key((of_mask, of_score), call, backend, chosen, block_mask)
-        if _ends_at_tiles(call, chosen):
-            chosen["IS_DIVISIBLE"] = True
         return cls(
             runner=Runner(
                 call.what,
@@ -199,7 +198,8 @@ class FlexReplay(Replay):
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
     given = {**(call.kernel_options or {}), **(more_options or {})}
-    return options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE)
+    chosen = options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE)
+    return {**chosen, _ENDS_AT_TILES: True} if _ends_at_tiles(call, chosen) else chosen
 
 
 def _ends_at_tiles(call: Call, chosen: dict[str, Any]) -> bool:
@@ -224,11 +224,11 @@ def _key(
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
     may_decode = call.is_cuda and "BACKEND" not in chosen
     batch, heads = block_mask.kv_num_blocks.shape[:2]
+    others = {name: value for name, value in chosen.items() if name != _ENDS_AT_TILES}
     return (
         *functions, backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]),
-        _ends_at_tiles(call, chosen), q.shape[1],
-        k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
-        block_mask.BLOCK_SIZE, _is_one(batch), heads,
+        chosen.get(_ENDS_AT_TILES), q.shape[1], k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale,
+        repr(others), torch.is_grad_enabled(), *learning, block_mask.BLOCK_SIZE, _is_one(batch), heads,
     )  # fmt: skip
 
 

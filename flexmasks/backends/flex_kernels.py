@@ -187,11 +187,11 @@ def flex(
     scale: float | None,
     kernel_options: Any,
     with_lse: bool,
-    packed: Sequence[Sequence[bool]] = (),
+    packed: Sequence[Sequence[bool]],
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse, or None, of torch's flex_attention. Grouped heads are recognized from the shapes.
 
-    packed: for q, k and v, for which dimensions' strides torch compiles, see `packed_dims`.
+    packed: for q, k and v on a GPU, for which dimensions' strides torch compiles, see `packed_dims`.
     """
     _announce()
     for x, dims in zip((q, k, v), packed, strict=False):
@@ -465,7 +465,7 @@ def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
 def _new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_kernel_numbers)}"
     code = flex.__code__.replace(co_name=name)
-    function = types.FunctionType(code, flex.__globals__, name, flex.__defaults__)
+    function = types.FunctionType(code, flex.__globals__, name)
     # torch keeps compiled code, and with it the code object, until `forget_code` drops both.
     weakref.finalize(function, compat.forget_code, code).atexit = False
     graphs = _Graphs(most=compat.recompile_limit())
@@ -498,28 +498,28 @@ class Runner:
         self._kernel: Callable[[], _Kernel | None] = lambda: (
             None
         )  # a weak reference, so that the cache bounds the number of kernels
-        self._strides: set[Any] = set()  # strides of q, k and v that have run
+        self._packed: dict[Any, Any] = {}  # the packed dimensions of q, k and v, by strides that have run
         self._runs = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
         kernel, strides = self._kernel(), _strides(q, k, v)
         self._runs += 1
-        if q.is_cuda:
-            args = *args, (packed_dims(q), packed_dims(k), packed_dims(v))
-        may_run = kernel is not None and kernel.has_room and strides in self._strides
+        packed = self._packed.get(strides)
+        may_run = kernel is not None and kernel.has_room and packed is not None
         if kernel is not None and may_run and self._runs % _RUNS_BETWEEN_LOOKUPS:
             try:  # cheaper than contextlib.suppress, on the way of every call
-                return _run_compiled(kernel, self._what, q, k, v, *args)
+                return _run_compiled(kernel, self._what, q, k, v, *args, packed)
             except _Retry:
                 pass
         if not q.is_cuda:
             q, k, v = _laid_out(self.key, self._captured, q, k, v)
-        result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args)
+        packed = tuple(map(packed_dims, (q, k, v))) if q.is_cuda else ()
+        result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args, packed)
         kernel = COMPILED.get(self.key)
         if kernel is not None:
             self._kernel = weakref.ref(kernel)
-            if len(self._strides) < _MAX_NOTED_SHAPES:
-                self._strides.add(_strides(q, k, v))
+            if len(self._packed) < _MAX_NOTED_SHAPES:
+                self._packed[_strides(q, k, v)] = packed
         return result
 
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
