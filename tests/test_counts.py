@@ -430,18 +430,25 @@ def test_options_of_a_kernel() -> None:
     assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
 
 
-@pytest.mark.parametrize("queries", [128, 300, 1024])
+@pytest.mark.parametrize("queries", [128, 300, 1024, 1025])
 @pytest.mark.parametrize("keys", [128, 300, 1024])
-def test_lengths_of_whole_tiles(queries: int, keys: int) -> None:
-    """Options of the user, and kernels whose tiles torch chooses by other rules, are left as they are."""
-    q, k = (torch.empty(1, 2, n, 16) for n in (queries, keys))
-    call = types.SimpleNamespace(q=q, k=k, kernel_options=None)
-    is_whole = 300 not in (queries, keys)
-    assert flex._ends_at_tiles(call, {"BACKEND": "TRITON"}) == is_whole  # type: ignore[arg-type]
-    assert not flex._ends_at_tiles(call, {})  # type: ignore[arg-type]
-    assert not flex._ends_at_tiles(call, {"BACKEND": "FLASH"})  # type: ignore[arg-type]
+@pytest.mark.parametrize("is_given", [False, True])
+def test_lengths_of_whole_tiles(queries: int, keys: int, is_given: bool) -> None:
+    """Options and blocks of the user, and kernels whose tiles torch chooses by other rules, are left as they are."""
+    q, k = (torch.empty(1, 128, n, 128, device="meta") for n in (queries, keys))
+    call: Any = types.SimpleNamespace(q=q, k=k, kernel_options=None, mask=types.SimpleNamespace(is_given=is_given))
+    call.needs_grad = True
+    other = "padded" if queries >= 1024 and not is_given else ""
+    whole = queries in (128, 1024) and keys in (128, 1024)
+    assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else other)
+    assert not flex._lengths(call, {})
+    assert not flex._lengths(call, {"BACKEND": "FLASH"})
+    call.needs_grad = False
+    assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else "")
+    call.needs_grad, call.q, call.k = True, q[:, :64], k[:, :64]
+    assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else "")
     call.kernel_options = {"BLOCK_M": 256}
-    assert not flex._ends_at_tiles(call, {"BACKEND": "TRITON", "BLOCK_M": 256})  # type: ignore[arg-type]
+    assert not flex._lengths(call, {"BACKEND": "TRITON", "BLOCK_M": 256})
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.backends import flex_kernels, numbers
+from flexmasks.backends import flex, flex_kernels, numbers
 from flexmasks.plans import plan
 from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
@@ -368,8 +368,8 @@ def test_decoding_with_a_slice_of_a_longer_padding_mask(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "document", "key_padding", None])
-def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None) -> None:
-    """Two sets of kernels, each for any length, read and write nothing outside of q, k and v, where NaN are.
+def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sets of kernels, each for any length, read and write nothing outside of q, k and v, where NaN are.
 
     Lengths come in any order, also of queries and keys that differ.
     """
@@ -396,13 +396,15 @@ def test_lengths_of_whole_tiles_have_their_own_kernels(mask: str | None) -> None
         for x, y in zip(found, torch.autograd.grad(wanted, exact, gradient.double().cpu()), strict=True):
             assert error(x, y) < 3e-2
 
+    monkeypatch.setattr(flex, "_LEAST_PADDED", (1024, 0))
     whole = [(384, 384), (512, 512), (640, 640), (1152, 1152), (896, 896)]
     others = [(300, 300), (450, 450), (700, 700), (1000, 1000), (833, 833)]
-    mixed = [pair for pairs in zip(whole, others, strict=True) for pair in pairs]
+    long = [(1100, 1100), (1250, 1250), (1433, 1433), (1030, 1030), (1407, 1407)]
+    mixed = [lengths for three in zip(whole, others, long, strict=True) for lengths in three]
     counts = kernels_of([functools.partial(call, *lengths) for lengths in mixed])
-    assert sum(counts[:6]) <= 4
-    assert sum(counts[6:]) == 0
-    for lengths in [(384, 512), (384, 500), (1024, 256), (1000, 256)]:
+    assert sum(counts[:9]) <= 6
+    assert sum(counts[9:]) == 0
+    for lengths in [(384, 512), (384, 500), (1024, 256), (1000, 256), (1024, 300), (1100, 256)]:
         call(*lengths)
 
 
@@ -449,6 +451,7 @@ def test_strides_inside_a_token_are_constants(order: tuple[int, ...], batch: int
 
         return run
 
+    torch._dynamo.reset()
     compiled = torch.compile(flex_kernels.flex, fullgraph=True, backend=keep)
     blocks = flexmasks.block_mask("causal", 256)
     for length in (96, 160, 224):

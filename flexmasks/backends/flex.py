@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import forms
+from flexmasks.backends import forms, padded
 from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
@@ -36,7 +36,8 @@ from flexmasks.spec.structure import Opaque, flatten
 
 _log = logging.getLogger("flexmasks")
 _TILE = 128  # the most queries or keys of a tile
-_ENDS_AT_TILES = "IS_DIVISIBLE"  # a kernel option of torch's, see `_ends_at_tiles`
+_LEAST_PADDED = 1024, 1 << 24  # queries, and elements of q: copies of fewer take as long as they save
+_ENDS_AT_TILES = "IS_DIVISIBLE"  # a kernel option of torch's, see `_lengths`
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     {},
@@ -144,6 +145,10 @@ class FlexReplay(Replay):
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
         chosen = _options(call, backend, more_options)
+        if not as_data:
+            block_mask = forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH")
+        if _lengths(call, chosen) == "padded":
+            block_mask = padded.for_whole_tiles(block_mask, _TILE)
         key = _key((of_mask, of_score), call, backend, chosen, block_mask)
         return cls(
             runner=Runner(
@@ -154,7 +159,7 @@ class FlexReplay(Replay):
                 and backend != "FLASH",  # flex may compile what FLASH cannot
             ),
             score_mod=score_mod,
-            block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH"),
+            block_mask=block_mask,
             scale=call.scale,
             kernel_options=chosen or None,
             with_lse=call.with_lse,
@@ -199,17 +204,24 @@ class FlexReplay(Replay):
 def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
     given = {**(call.kernel_options or {}), **(more_options or {})}
     chosen = options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE)
-    return {**chosen, _ENDS_AT_TILES: True} if _ends_at_tiles(call, chosen) else chosen
+    return {**chosen, _ENDS_AT_TILES: True} if _lengths(call, chosen) else chosen
 
 
-def _ends_at_tiles(call: Call, chosen: dict[str, Any]) -> bool:
-    """Return whether torch's Triton kernel need not look in each tile where queries and keys end.
+def _lengths(call: Call, chosen: dict[str, Any]) -> str:
+    """Return how torch's Triton kernel is spared from looking in each tile where queries and keys end, or "".
 
-    No tile of torch's or ours has more than 128 of them. torch asks this only of lengths that it knows while it
-    compiles, and for any length takes kernels that look: 1.2 to 1.6 times as long on an H200.
+    They end at tiles, "whole", or are "padded" to do so; no tile of torch's or ours has more than 128 of them. torch
+    asks this only of lengths that it knows while it compiles, and for any length takes kernels that look: 1.2 to 1.6
+    times as long on an H200. The copies take longer than a forward pass saves where queries see few blocks, so that
+    training alone is padded. A user's own blocks may be full where tokens end: nothing is padded for them.
     """
-    is_of_tiles = chosen.get("BACKEND") == "TRITON" and not call.kernel_options
-    return is_of_tiles and call.q.shape[2] % _TILE == 0 and call.k.shape[2] % _TILE == 0
+    if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
+        return ""
+    if call.q.shape[2] % _TILE == 0 and call.k.shape[2] % _TILE == 0:
+        return "whole"
+    queries, elements = _LEAST_PADDED
+    is_long = call.q.shape[2] >= queries and call.q.numel() >= elements
+    return "padded" if call.needs_grad and is_long and not call.mask.is_given else ""
 
 
 def _key(
@@ -227,7 +239,7 @@ def _key(
     others = {name: value for name, value in chosen.items() if name != _ENDS_AT_TILES}
     return (
         *functions, backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]),
-        chosen.get(_ENDS_AT_TILES), q.shape[1], k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale,
+        _lengths(call, chosen), q.shape[1], k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale,
         repr(others), torch.is_grad_enabled(), *learning, block_mask.BLOCK_SIZE, _is_one(batch), heads,
     )  # fmt: skip
 

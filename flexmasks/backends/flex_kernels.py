@@ -11,6 +11,7 @@ A call that may compile holds a lock, so threads that make the same call at once
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.backends import padded
 from flexmasks.backends.call import (
     Unavailable,
     first_line,
@@ -198,7 +200,10 @@ def flex(
         for stride, is_constant in zip(x.stride(), dims, strict=False):
             if is_constant:
                 compat.as_constant(stride)
-    return flex_by(compat.flex_attention, q, k, v, score_mod, block_mask, scale, kernel_options, with_lse)
+    attend = functools.partial(flex_by, compat.flex_attention)
+    if padded.has_more_tokens(block_mask, q, k):
+        attend = functools.partial(padded.with_padding, attend)
+    return attend(q, k, v, score_mod, block_mask, scale, kernel_options, with_lse)
 
 
 _NEGATIVE_DIMS = 0, -1, -2, -3
@@ -495,9 +500,8 @@ class Runner:
     def __init__(self, what: str, key: Hashable, captured: Hashable, may_be_data: bool) -> None:
         self.key = key
         self._what, self._captured, self._may_be_data = what, captured, may_be_data
-        self._kernel: Callable[[], _Kernel | None] = lambda: (
-            None
-        )  # a weak reference, so that the cache bounds the number of kernels
+        # A weak reference, so that the cache bounds the number of kernels.
+        self._kernel: Callable[[], _Kernel | None] = lambda: None
         self._packed: dict[Any, Any] = {}  # the packed dimensions of q, k and v, by strides that have run
         self._runs = 0
 
@@ -540,7 +544,7 @@ class Runner:
 # The parts of a kernel's key in words, for the log.
 _KEY_PARTS = (
     "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size",
-    "kind of lengths (multiples of 128, or others)", "number of heads",
+    "kind of lengths (multiples of 128, padded to them, or others)", "number of heads",
     "number of heads of k and v", "head size", "head size of v", "wish for an lse", "scale", "set of kernel options",
     *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
