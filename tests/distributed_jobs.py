@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -614,6 +615,17 @@ def forgotten(what: str) -> list[str]:
         held.clear()
         errors.append(error_of(lambda: attention(x, x, x, **given)))
     return errors
+
+
+def unlike_what_is_held() -> float:
+    """Return the error of natural parts of which one is as long as by an order that is held, and another is not."""
+    mesh, length = mesh_of(), 64
+    held = distributed.balance("causal", length, mesh, block_size=4)
+    sizes = [length // mesh.size(), *[length // mesh.size() + 3] * (mesh.size() - 1)]
+    assert held.sizes[0] == sizes[0]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    order = distributed.Order(ends[-1], tuple(((start, stop),) for start, stop in itertools.pairwise(ends)))
+    return Trial(4, 2, 1, ends[-1], mask="causal").error(order, mesh=mesh)
 
 
 def error_of(call: Callable[[], Any]) -> str:

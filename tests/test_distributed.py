@@ -207,6 +207,11 @@ def test_an_order_that_is_forgotten(two: Processes, what: str) -> None:
         assert not any(others)
 
 
+def test_parts_unlike_those_of_a_held_order(two: Processes) -> None:
+    """One process has as many tokens as by an order that is held; the other shows that it is another one."""
+    assert max(two.run(jobs.unlike_what_is_held)) < 1e-9
+
+
 def test_parts_put_together_by_different_orders(two: Processes) -> None:
     for rank, error in enumerate(two.run(jobs.unsharded_by_other_orders)):
         assert f"distributed.unshard: the processes must make the same call, but rank {1 - rank}" in error

@@ -127,8 +127,8 @@ def attention(
             and no objects that may change, and processes then receive at most half as much; instead of "heads" only
             for windows whose busiest process then computes at most 1.15 times the mean.
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other;
-            parts as long as those of an order that `balance` or `shard` made for these processes, and that is still
-            held, are refused without it.
+            parts that are all as long as those of an order that `balance` or `shard` made for these processes, and
+            that is still held, are refused without it; one part is enough where processes do not compare.
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
             Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
             beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
@@ -170,19 +170,25 @@ def attention(
         q_part, k_part, v_part = (cast(DTensor, x).to_local() for x in (q, k, v))
     problem: Exception | None = None
     call: _Call | None = None
+    advice = ""
     try:
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
         place = PlaceInCall(*q_part.shape[:2]) if like is None else place_of(like)
         call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
-        _check(call, q_part, k_part, has_order)
+        _check(call, q_part, k_part)
+        advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
     except (ValueError, TypeError) as error:
         problem = error
     lengths: list[int] = []
     if check and not compat.is_compiling():
-        lengths = _compared(q_part, k_part, v_part, mesh, None if problem else call, options)
+        checked = None if problem else call
+        lengths, is_forgotten = _compared(q_part, k_part, v_part, mesh, checked, options, bool(advice))
+        advice = advice if is_forgotten else ""
     if problem is not None:
         raise problem
+    if advice:
+        _fail(advice)
     lengths = lengths or [q_part.shape[2]] * mesh.size()
     parts = following(lengths) if order is None else compat.constants(order.parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
@@ -225,7 +231,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
 
 
-def _check(call: _Call, q: Tensor, k: Tensor, has_order: bool) -> None:
+def _check(call: _Call, q: Tensor, k: Tensor) -> None:
     """Raise ValueError if arguments do not fit the processes or the heads of q and k."""
     mesh, order, sinks, heads = call.mesh, call.order, call.sinks, call.place.heads
     if call.how not in _WAYS:
@@ -244,14 +250,23 @@ def _check(call: _Call, q: Tensor, k: Tensor, has_order: bool) -> None:
             _fail(f"by `order` this process has {order.sizes[rank]} tokens, but q has {q.shape[2]}.")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (heads,)):
         _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {describe(sinks)}.")
-    if not has_order and (advice := forgotten_order(mesh, rank_in(mesh), q.shape[2])):
-        _fail(advice)
 
 
 def _compared(
-    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, call: _Call | None, options: dict[str, Any]
-) -> list[int]:
-    """The lengths of all parts, if all processes make the same call; without `call` this process has failed."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    call: _Call | None,
+    options: dict[str, Any],
+    may_be_forgotten: bool,
+) -> tuple[list[int], bool]:
+    """Return the lengths of all parts, and whether all may have forgotten an order.
+
+    Without `call` this process has failed.
+
+    Raises ValueError unless all processes make the same call.
+    """
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
     arguments: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
     if call is not None:
@@ -260,7 +275,9 @@ def _compared(
         arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
     texts = {name: repr(value) for name, value in arguments.items()}
-    return compare("attention", mesh, own, texts, call is None, [*map(_number, arguments.values())])
+    numbers = [*map(_number, arguments.values())]
+    states = compare("attention", mesh, 2 * own + may_be_forgotten, texts, call is None, numbers)
+    return [state >> 1 for state in states], all(state & 1 for state in states)
 
 
 def _number(value: Any) -> int:

@@ -135,7 +135,10 @@ def hold(order: Order, mesh: DeviceMesh) -> None:
 
 
 def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
-    """What to pass if a held order gives this rank just as many tokens as a call without one has, or ""."""
+    """What to pass if a held order gives this rank just as many tokens as a call without one has, or "".
+
+    Other ranks may have other numbers of tokens than by that order: ranks that compare their calls look at all.
+    """
     for collect in (False, True):  # an order that only a cycle holds, as of an exception and its frames, is nobody's
         # Not `in`, which torch 2.13 gets wrong for symbolic sizes.
         if not any(length == size for size in _held_sizes(mesh, rank, collect)):

@@ -49,12 +49,12 @@ def exchanging(what: str) -> Iterator[None]:
 
 
 def compare(
-    call: str, mesh: DeviceMesh, length: int, texts: Mapping[str, str], failed: bool, numbers: Sequence[int] = ()
+    call: str, mesh: DeviceMesh, state: int, texts: Mapping[str, str], failed: bool, numbers: Sequence[int] = ()
 ) -> list[int]:
-    """The lengths of all processes' parts, if all processes make the same call.
+    """The states of all processes, if all make the same call.
 
     call: its name, for errors.
-    length: the tokens of this process.
+    state: a number of this process that may differ, such as that of its tokens.
     texts: the arguments of the call by their names.
     failed: whether this process has found an error, which it will raise. The others then raise an error, too.
     numbers: by which processes notice that an argument differs; by default checksums of the texts.
@@ -62,7 +62,7 @@ def compare(
     Raises ValueError if the calls differ.
     """
     numbers = numbers or [zlib.crc32(text.encode()) for text in texts.values()]
-    own = torch.tensor([length, int(failed), *numbers])
+    own = torch.tensor([state, int(failed), *numbers])
     with exchanging("their calls"):
         every = own[None]
         for dim in reversed(range(mesh.ndim)):
@@ -70,7 +70,7 @@ def compare(
             others = [torch.empty_like(every) for _ in range(mesh.size(dim))]
             dist.all_gather(others, every, group=group)
             every = torch.cat(others)
-    lengths, failures, *of_all = every.T.tolist()
+    states, failures, *of_all = every.T.tolist()
     if any(failures) and not failed:
         raise ValueError(f"{WHERE}.{call}: rank {failures.index(1)} of the mesh has raised an error in this call.")
     if not failed:
@@ -81,7 +81,7 @@ def compare(
                     f"{WHERE}.{call}: the processes must make the same call, but rank {other} of the mesh has "
                     f"another `{name}` than this process: {text}."
                 )
-    return list(lengths)
+    return list(states)
 
 
 @functools.lru_cache(maxsize=64)

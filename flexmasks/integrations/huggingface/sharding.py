@@ -174,8 +174,9 @@ class Sharding:
         from flexmasks.integrations.distributed.shards import unshard
 
         order, rank = self.order, rank_in(self.mesh)
+        advice = ""
         if order is None:
-            problem = problem or forgotten_order(self.mesh, rank, length)
+            advice = "" if problem else forgotten_order(self.mesh, rank, length)
         elif length != order.sizes[rank]:
             problem = problem or f"by `order` this process has {order.sizes[rank]} tokens, but the model got {length}."
         # Without checks a process cannot know whether others have kept their parts, too.
@@ -186,18 +187,19 @@ class Sharding:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
             shown = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
             texts = {"attention_mask or position_ids": shown, "order": repr(self.order)}
-            state = 4 * length + 2 * is_new + counts_from_0
+            state = 8 * length + 4 * bool(advice) + 2 * is_new + counts_from_0
             states = compare("attention", self.mesh, state, texts, bool(problem))
-            lengths = [s >> 2 for s in states]
+            lengths = [s >> 3 for s in states]
             is_new = any(s & 2 for s in states)
-            if sum(lengths) > max(lengths) and all(s & 1 or not s >> 2 for s in states) and not problem:
+            advice = advice if all(s & 4 for s in states) else ""
+            if sum(lengths) > max(lengths) and all(s & 1 or not s >> 3 for s in states) and not (problem or advice):
                 problem = (
                     "the position_ids of each process count from 0, as models number tokens that come without. Pass "
                     "the process's part of the whole position_ids: `distributed.shard(position_ids, order, mesh)`, or "
                     "slices of them. If each part really is a document of its own, set `check=False`."
                 )
-        if problem:
-            fail_sharded(problem)
+        if problem or advice:
+            fail_sharded(problem or advice)
         if not is_new and self._whole is not None:
             return self._whole
         order = order or Order(sum(lengths), following(lengths))
