@@ -213,6 +213,12 @@ def four() -> Iterator[Processes]:
     yield from _processes(4)
 
 
+@pytest.fixture(scope="session")
+def eight() -> Iterator[Processes]:
+    """Eight processes of one group, as `two`."""
+    yield from _processes(8)
+
+
 def _processes(count: int) -> Iterator[Processes]:
     from benchmarks.processes import Processes
 

@@ -32,10 +32,11 @@ WAYS = ("heads", "gather", "seen", "auto")
 Parts = tuple[tuple[tuple[int, int], ...], ...]
 
 
-def mesh_of(ndim: int = 1) -> DeviceMesh:
-    """Return a mesh of all processes."""
+def mesh_of(ndim: int = 1, rows: int = 2) -> DeviceMesh:
+    """Return a mesh of all processes; rows: how many lie along the first of two dimensions."""
     count = dist.get_world_size()
-    return init_device_mesh("cpu", (count,) if ndim == 1 else (2, count // 2), mesh_dim_names=("rows", "ranks")[:ndim])
+    shape = (count,) if ndim == 1 else (rows, count // rows)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("rows", "ranks")[:ndim])
 
 
 def uneven(length: int, generator: random.Random) -> distributed.Order:
@@ -131,10 +132,12 @@ def layouts(
             yield how, order
 
 
-def registered(kind: str, names: Sequence[str], ndim: int = 1, in_full: bool = False) -> dict[str, float]:
+def registered(
+    kind: str, names: Sequence[str], ndim: int = 1, in_full: bool = False, rows: int = 2
+) -> dict[str, float]:
     """Return the largest error for each name: by all ways in all orders, or by one of them, another each day."""
     errors: dict[str, float] = {}
-    mesh, generator = mesh_of(ndim), random.Random(int(os.environ["FLEXMASKS_SEED"]))
+    mesh, generator = mesh_of(ndim, rows), random.Random(int(os.environ["FLEXMASKS_SEED"]))
     for name in names:
         value = example(kind, name, LENGTH)
         heads = value.implied_size("H") or 4

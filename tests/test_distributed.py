@@ -155,6 +155,15 @@ def test_every_mask_and_score_in_every_layout(two: Processes, four: Processes) -
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("rows", [1, 2, 4], ids=["8 in a row", "2 x 4", "4 x 2"])
+def test_eight_processes(eight: Processes, rows: int) -> None:
+    """Every mask and score; the last dimension of a mesh may exchange heads."""
+    ndim = 1 if rows == 1 else 2
+    check(eight.run(jobs.registered, "mask", MASKS, ndim, False, rows))
+    check(eight.run(jobs.registered, "score", SCORES, ndim, False, rows))
+
+
+@pytest.mark.campaign
 def test_lengths_that_change_on_a_2d_mesh(four: Processes) -> None:
     assert all(error < 1e-4 for error, _ in four.run(jobs.lengths_inside_compile, "auto", 2, None))
 

@@ -29,7 +29,7 @@ MASKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(params=["two", "four", pytest.param("eight", marks=pytest.mark.campaign)])
 def processes(request: pytest.FixtureRequest) -> Processes:
     found: Processes = request.getfixturevalue(request.param)
     return found
