@@ -292,6 +292,35 @@ def test_a_window_needs_the_neighbors_keys_only() -> None:
     assert seen_by(sinks, (1024, 2048), 65536) == ((0, 128), (896, 2048))
 
 
+def test_counts_of_random_parts() -> None:
+    """Blocks start where a part starts, wherever that is; a rank sees the keys of its own parts' blocks."""
+
+    def check(length: int, ranks: int, cuts: list[int], owners: list[int], name: str, block_size: int) -> None:
+        ends = sorted({0, length, *(cut % length for cut in cuts)})
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        for piece, owner in zip(itertools.pairwise(ends), owners, strict=False):
+            parts[owner % ranks].append(piece)
+        order = Order(length, [counts_module.merged(own) for own in parts])
+        mask, mask_mod = many(length)[name]
+        counted = counts_module.CountedMask("plan", mask, length, block_size, None, None)
+        blocks, seen = counted.of_parts(order.parts)
+        assert blocks.flatten().tolist() == blocks_of_ranks(mask_mod, order, block_size).tolist()
+        for own, found in zip(order.parts, seen, strict=True):
+            rows = torch.cat([torch.arange(*part) for part in own]) if own else torch.arange(0)
+            dense = mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], torch.arange(length))
+            needed = set(dense.any(0).nonzero()[:, 0].tolist())
+            listed = {n for start, stop in found for n in range(start, stop)}
+            assert needed <= listed
+            if name not in ("causal", "full", "window"):  # whole blocks of keys
+                assert listed <= {n for key in needed for n in range(length) if n // block_size == key // block_size}
+
+    try_examples(
+        100, check, st.integers(1, 300), st.integers(1, 8), st.lists(st.integers(1, 300), max_size=12),
+        st.lists(st.integers(0, 7), min_size=13, max_size=13), st.sampled_from([*many(8)]),
+        st.sampled_from([4, 16, 128]),
+    )  # fmt: skip
+
+
 # --- plans on paper ---
 
 
@@ -321,6 +350,8 @@ ORDERS = {
     "head and tail": balance("causal", 96, 4, block_size=4),
     "uneven": Order(96, (((0, 8), (88, 96)), ((8, 40),), (), ((40, 88),))),
     "inside blocks": Order.natural(93, 4),
+    "eight ranks": Order.natural(93, 8),
+    "eight, head and tail": balance("causal", 96, 8, block_size=4),
 }
 
 

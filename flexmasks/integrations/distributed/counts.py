@@ -159,7 +159,8 @@ class CountedMask:
         at = 0
         for first, visible in self.strips(spans):
             copies = self.size.batch // visible.shape[0]
-            end = first + visible.shape[2] * self.block_size
+            span_stop = next(stop for start, stop in spans if start <= first < stop)
+            end = min(first + visible.shape[2] * self.block_size, span_stop)  # a last block may reach further
             while bounds[at][1] <= first:
                 at += 1
             for start, stop, rank in bounds[at:]:
