@@ -6,6 +6,7 @@ Some kernels compute windows, also inside sequences, and soft-caps without any f
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.spec.definitions import AND
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, check_returned
 from flexmasks.spec.values import Mask, Score
 
 
@@ -59,19 +60,32 @@ def band_of(mask: Mask, size: Size) -> Band | None:
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
-    return cast("Band | None", _asked(mask.definition.band, mask, size))
+    return cast("Band | None", _asked(mask, size, mask.definition.band, _check_band))
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    return cast("float | None", _asked(score.definition.cap, score, size))
+    return cast("float | None", _asked(score, size, score.definition.cap, _check_cap))
 
 
-def _asked(hook: Callable[..., Any] | None, value: Mask | Score, size: Size) -> Any:
+def _check_band(band: Any) -> None:
+    check_returned("band", band, Band, "a flexmasks.spec.Band or None")
+
+
+def _check_cap(cap: Any) -> None:
+    check_returned("cap", cap, (int, float, torch.SymInt, torch.SymFloat), "a number above 0 or None")
+    if not 0 < cap < math.inf:
+        raise ValueError(f"`cap` must return a number above 0 or None, got {cap}.")
+
+
+def _asked(value: Mask | Score, size: Size, hook: Callable[..., Any] | None, check: Callable[[Any], None]) -> Any:
     if hook is None:
         return None
     arguments = value.checked(size)
     try:
-        return hook(size, **arguments)
+        found = hook(size, **arguments)
+        if found is not None:
+            check(found)
+        return found
     except (ValueError, TypeError) as error:
         raise value.named(error) from None
 

@@ -415,6 +415,12 @@ def shortened(text: str, length: int) -> str:
 _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 
 
+def check_returned(hook: str, value: Any, types: type | tuple[type, ...], what: str) -> None:
+    """Raise TypeError if a user's hook returned another type."""
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise TypeError(f"`{hook}` must return {what}, got {describe(value)}.")
+
+
 def describe(value: Any) -> str:
     """Return a value as short text.
 

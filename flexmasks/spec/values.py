@@ -31,7 +31,7 @@ from flexmasks.spec.definitions import (
     define,
     definition,
 )
-from flexmasks.spec.parameters import Size, describe, freeze, hashable, how_to_move, implied_size, same
+from flexmasks.spec.parameters import Size, check_returned, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
 
@@ -202,9 +202,11 @@ class Modifier(Readable):
         try:
             if self.definition.inner_size is not None and size is not None:
                 inner_size = self.definition.inner_size(size, **arguments)
+                check_returned("inner_size", inner_size, Size, "a flexmasks.spec.Size")
             if prepare is not None:
                 given = arguments
                 arguments = prepare(size, **arguments)
+                check_returned("prepare", arguments, dict, "a dict of the function's arguments")
                 if size is None and device is not None:  # `prepare` made tensors of numbers on the CPU
                     arguments = {n: _moved(v, given, device) for n, v in arguments.items()}
         except (ValueError, TypeError) as error:
