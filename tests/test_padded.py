@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
 from flexmasks.backends import flex, flex_kernels, padded
+from flexmasks.spec.examples import example
 
 LAYOUTS = "[B, H, S, D]", "[B, S, H, D]", "slices of one projection", "slices of a longer cache"
 
@@ -115,6 +116,19 @@ def test_padding_changes_nothing() -> None:
     try_examples(
         60, check, lengths | same, sizes, st.sampled_from(LAYOUTS), scores, st.integers(0, 1 << 30)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in flexmasks.list_masks()])
+def test_blocks_are_never_full_where_tokens_end(name: str) -> None:
+    """Padding relies on it: full blocks do not ask the mask."""
+    mask = example("mask", name, 192)
+    for block_size in (128, 80, (256, 128)):
+        blocks = flexmasks.block_mask(
+            mask, 192, batch=mask.implied_size("B"), heads=mask.implied_size("H"), block_size=block_size
+        )
+        full = dense(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        assert not full[..., -1, :].any()
+        assert not full[..., -1].any()
 
 
 def test_padding_is_traced_for_any_length() -> None:
