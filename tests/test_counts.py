@@ -428,24 +428,33 @@ def test_options_of_a_kernel() -> None:
     assert _options(300, ROWS_GUARANTEED_SAFE=False, BLOCK_M=64) == {SAFE: False, "BLOCK_M": 64, "BACKEND": "TRITON"}
     assert _options(300, BACKEND="TRITON_DECODE") == {"BACKEND": "TRITON_DECODE"}
     assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
+    # Where 128 divides lengths, but blocks do not, torch's kernels would read past the end.
+    for length in (64, 1152):
+        assert _options(length, block_size=(128, 256))["IS_DIVISIBLE"] is False
+    assert "IS_DIVISIBLE" not in _options(1024, block_size=(256, 256))
+    assert _options(1152, block_size=(256, 256), IS_DIVISIBLE=True)["IS_DIVISIBLE"] is True
 
 
 @pytest.mark.parametrize("queries", [128, 300, 1024, 1025])
 @pytest.mark.parametrize("keys", [128, 300, 1024])
+@pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_lengths_of_whole_tiles(queries: int, keys: int, is_given: bool) -> None:
+def test_lengths_of_whole_tiles(queries: int, keys: int, size: int, is_given: bool) -> None:
     """Options and blocks of the user, and kernels whose tiles torch chooses by other rules, are left as they are."""
     q, k = (torch.empty(1, 128, n, 128, device="meta") for n in (queries, keys))
-    call: Any = types.SimpleNamespace(q=q, k=k, kernel_options=None, mask=types.SimpleNamespace(is_given=is_given))
-    call.needs_grad = True
+    blocks = types.SimpleNamespace(block_mask=types.SimpleNamespace(BLOCK_SIZE=(size, 128)))
+    mask = types.SimpleNamespace(is_given=is_given, blocks=lambda: blocks)
+    call: Any = types.SimpleNamespace(q=q, k=k, kernel_options=None, mask=mask, needs_grad=True, learns=False)
     other = "padded" if queries >= 1024 and not is_given else ""
-    whole = queries in (128, 1024) and keys in (128, 1024)
+    whole = queries in (128, 1024) and keys in (128, 1024) and queries % size == 0
     assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else other)
     assert not flex._lengths(call, {})
     assert not flex._lengths(call, {"BACKEND": "FLASH"})
     call.needs_grad = False
     assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else "")
-    call.needs_grad, call.q, call.k = True, q[:, :64], k[:, :64]
+    call.needs_grad, call.learns = True, True
+    assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else "")
+    call.learns, call.q, call.k = False, q[:, :64], k[:, :64]
     assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else "")
     call.kernel_options = {"BLOCK_M": 256}
     assert not flex._lengths(call, {"BACKEND": "TRITON", "BLOCK_M": 256})
@@ -460,7 +469,7 @@ def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.Monk
     def chosen(**given: Any) -> dict[str, int]:
         options = _options(300, **given)
         assert plain.items() <= options.items()
-        return {name: value for name, value in options.items() if name not in plain}
+        return {name: value for name, value in options.items() if name not in (*plain, "IS_DIVISIBLE")}
 
     for size in (64, 128, 160, 256):
         assert bool(chosen(size=size, block_size=(256, 128))) == (capability == (9, 0))

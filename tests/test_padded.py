@@ -87,9 +87,8 @@ def test_padding_changes_nothing() -> None:
             "NaN for zeros": lambda score, b, h, i, j: score + (score / score.abs()).detach(),
         }
         change = changes[score]
-        longer = padded.for_whole_tiles(blocks, 128)
-        assert longer.seq_lengths[0] % math.gcd(128, block_size[0]) == 0
-        assert longer.seq_lengths[1] % math.gcd(128, block_size[1]) == 0
+        longer = padded.for_whole_blocks(blocks)  # kernels read all tiles of a block
+        assert all(n % size == 0 for n, size in zip(longer.seq_lengths, block_size, strict=True))
         out, lse = padded.with_padding(attend, q, k, v, change, longer)
 
         keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
@@ -140,7 +139,7 @@ def test_padding_is_traced_for_any_length() -> None:
         q, k, v = (torch.randn(2, h, n, 8) for h, n in zip((4, 2, 2), (*lengths, lengths[1]), strict=True))
         ids = torch.randint(3, (2, max(lengths)))
         mask = lambda b, h, i, j, ids=ids: ids[b, i] == ids[b, j]  # noqa: E731
-        blocks = padded.for_whole_tiles(create_block_mask(mask, 2, None, *lengths, "cpu"), 128)
+        blocks = padded.for_whole_blocks(create_block_mask(mask, 2, None, *lengths, "cpu"))
         before = counters["stats"]["unique_graphs"]
         out, _ = compiled(q, k, v, None, blocks, None, {}, False, ())
         counts.append(counters["stats"]["unique_graphs"] - before)
@@ -153,11 +152,12 @@ def test_padding_is_traced_for_any_length() -> None:
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("score", [None, "alibi"])
+@pytest.mark.parametrize("score", [None, "alibi", "slopes"])
 def test_replays_are_padded(score: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with new documents, which use earlier plans, are padded too, here on a CPU and without C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(flex, "_lengths", lambda call, chosen: "padded")
+    monkeypatch.setattr(flex_kernels, "_with_infinity_for_nan", lambda score_mod: score_mod)  # as on a GPU
     lengths_of_kernels: list[tuple[int, int]] = []
 
     def noted(*arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -168,13 +168,15 @@ def test_replays_are_padded(score: str | None, monkeypatch: pytest.MonkeyPatch) 
         flex_kernels, "padded", types.SimpleNamespace(with_padding=noted, has_more_tokens=padded.has_more_tokens)
     )
     lengths = [300, 300, 300, 433, 433, 717, 650, 717]
+    slopes = 2.0 ** -(torch.arange(1, 5) * 2.0)
+    change = (lambda s, b, h, i, j: s + slopes[h] * (j - i)) if score == "slopes" else score
     for length in lengths:
         q, k, v = (torch.randn(2, h, length, 16) for h in (4, 2, 2))
         ids = torch.randint(3, (2, length)).cummax(1).values
-        out = flexmasks.attention(q, k, v, mask="document", document_ids=ids, score=score, backend="flex")
+        out = flexmasks.attention(q, k, v, mask="document", document_ids=ids, score=change, backend="flex")
         keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
         distances = torch.arange(length) - torch.arange(length)[:, None]
-        bias = 2.0 ** -(torch.arange(1, 5) * 2.0)[:, None, None] * distances if score else torch.zeros(4, 1, 1)
+        bias = slopes[:, None, None] * distances if score else torch.zeros(4, 1, 1)
         visible = ids[:, None, :, None] == ids[:, None, None, :]
         wanted = F.scaled_dot_product_attention(q, keys, values, bias.masked_fill(~visible, -math.inf))
         assert error(out, wanted) < TOLERANCE[torch.float32]

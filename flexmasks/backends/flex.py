@@ -65,10 +65,20 @@ def options(
     # For few queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     tiles = chosen_tiles(q, v, block_size) if q.is_cuda and not chosen else {}
+    if q.is_cuda and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
+        chosen.setdefault(_ENDS_AT_TILES, False)
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
         return {**tiles, **chosen, "BACKEND": "TRITON"}
     # The backward pass of a decoding kernel is that of all others.
-    return chosen or {name: value for name, value in tiles.items() if name.startswith("bwd_")}
+    return {**{name: value for name, value in tiles.items() if name.startswith("bwd_")}, **chosen}
+
+
+def _is_cut(length: int, size: int) -> bool:
+    """Return whether the last block is cut where torch's kernels would read on.
+
+    They look where tokens end unless 128 divides the lengths, and then read past the end of larger blocks.
+    """
+    return size > _TILE and compat.has_static_value(length) and length % size > 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class FlexReplay(Replay):
         if not as_data:
             block_mask = forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH")
         if _lengths(call, chosen) == "padded":
-            block_mask = padded.for_whole_tiles(block_mask, _TILE)
+            block_mask = padded.for_whole_blocks(block_mask)
         key = _key((of_mask, of_score), call, backend, chosen, block_mask)
         return cls(
             runner=Runner(
@@ -210,18 +220,20 @@ def _options(call: Call, backend: str | None, more_options: dict[str, Any] | Non
 def _lengths(call: Call, chosen: dict[str, Any]) -> str:
     """Return how torch's Triton kernel is spared from looking in each tile where queries and keys end, or "".
 
-    They end at tiles, "whole", or are "padded" to do so; no tile of torch's or ours has more than 128 of them. torch
-    asks this only of lengths that it knows while it compiles, and for any length takes kernels that look: 1.2 to 1.6
-    times as long on an H200. The copies take longer than a forward pass saves where queries see few blocks, so that
-    training alone is padded. A user's own blocks may be full where tokens end: nothing is padded for them.
+    They end at tiles and blocks, "whole", or are "padded" to do so; no tile of torch's or ours has more than 128 of
+    them. torch asks this only of lengths that it knows while it compiles, and for any length takes kernels that look:
+    1.2 to 1.6 times as long on an H200. The copies take longer than a forward pass saves where queries see few blocks,
+    so that training alone is padded. A user's own blocks may be full where tokens end, and pairs of padding may give
+    tensors that a score learns a gradient of NaN: nothing is padded then.
     """
     if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
         return ""
-    if call.q.shape[2] % _TILE == 0 and call.k.shape[2] % _TILE == 0:
+    lengths, block_size = (call.q.shape[2], call.k.shape[2]), call.mask.blocks().block_mask.BLOCK_SIZE
+    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, block_size, strict=True)):
         return "whole"
     queries, elements = _LEAST_PADDED
-    is_long = call.q.shape[2] >= queries and call.q.numel() >= elements
-    return "padded" if call.needs_grad and is_long and not call.mask.is_given else ""
+    is_long = lengths[0] >= queries and call.q.numel() >= max(elements, call.k.numel())
+    return "padded" if call.needs_grad and is_long and not (call.mask.is_given or call.learns) else ""
 
 
 def _key(

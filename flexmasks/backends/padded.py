@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,14 +19,12 @@ def has_more_tokens(block_mask: compat.BlockMask | None, q: Tensor, k: Tensor) -
     return block_mask is not None and block_mask.seq_lengths != (q.shape[2], k.shape[2])
 
 
-def for_whole_tiles(block_mask: compat.BlockMask, tile: int) -> compat.BlockMask:
-    """Return a BlockMask of the same blocks for so many queries and keys that tiles of a power of 2 divide them.
+def for_whole_blocks(block_mask: compat.BlockMask) -> compat.BlockMask:
+    """Return a BlockMask of the same blocks for the queries and keys of whole blocks, which tiles of kernels divide.
 
-    A tile is at most `tile` and divides a block. Blocks must not be full where tokens end inside them; torch's and this
-    library's never are.
+    Blocks must not be full where tokens end inside them; torch's and this library's never are.
     """
-    steps = (math.gcd(tile, size) for size in block_mask.BLOCK_SIZE)
-    lengths = tuple(-(-n // step) * step for n, step in zip(block_mask.seq_lengths, steps, strict=True))
+    lengths = tuple(-(-n // size) * size for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
     arguments: Any = lengths, *lists_of(block_mask), block_mask.BLOCK_SIZE, block_mask.mask_mod
     return compat.BlockMask(*arguments)
 
@@ -46,14 +43,15 @@ def with_padding(
     Functions get no index of the padding, and no query sees it.
     """
     (more_q, more_kv), (q_len, kv_len) = block_mask.seq_lengths, (q.shape[2], k.shape[2])
-    mask_mod, change = block_mask.mask_mod, cast(Callable[..., Tensor], score_mod)
+    mask_mod = block_mask.mask_mod
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = mask_mod(b, h, i.clamp(max=q_len - 1), j.clamp(max=kv_len - 1))
         return seen & (i < q_len) & (j < kv_len)
 
     def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return change(score, b, h, i.clamp(max=q_len - 1), j.clamp(max=kv_len - 1))
+        # Dynamo takes no `cast` of a function.
+        return score_mod(score, b, h, i.clamp(max=q_len - 1), j.clamp(max=kv_len - 1))  # type: ignore[misc]
 
     arguments: Any = block_mask.seq_lengths, *lists_of(block_mask), block_mask.BLOCK_SIZE, visible
     out, lse = attend(
