@@ -15,7 +15,7 @@ from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import replaced
+from flexmasks.spec.structure import Opaque, flatten, replaced
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner
 
 
@@ -92,6 +92,8 @@ class RecordedPlan:
         def plan(*tensors: Tensor) -> list[Tensor]:
             mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
             arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
+            if holds_others(arguments):
+                raise Opaque("`prepare` returns tensors inside lists, functions or objects")
             made = tensors_in(arguments)
             self._arguments, self._layout = arguments, replace(layout, indices=())
             self._index_bounds = [getattr(t, "bounds", None) for t in made]
@@ -125,6 +127,16 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for child in _children(value) for t in tensors_in(child)]
 
 
+def holds_others(value: Any) -> bool:
+    """Whether there may be tensors that `tensors_in` does not find. A recorded plan cannot replace them."""
+    if isinstance(value, Tensor):
+        return False
+    if isinstance(value, dict | ResolvedInner) or type(value) is tuple:
+        return any(map(holds_others, _children(value)))
+    structure, leaves = flatten(value)
+    return bool(structure.unreadable or leaves.all_tensors)
+
+
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
     """Whether a function for kernels alone reads tensors, given what `resolve` returned."""
     return value.has_other_function() and bool(tensors_in(resolved))
@@ -146,4 +158,4 @@ def _children(value: Any) -> tuple[Any, ...]:
         return tuple(value.values())
     if isinstance(value, ResolvedInner):
         return value.resolved
-    return value if isinstance(value, tuple) else ()
+    return value if type(value) is tuple else ()

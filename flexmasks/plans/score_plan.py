@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.bounds import tensors_in, unread
+from flexmasks.plans.bounds import holds_others, tensors_in, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
@@ -112,7 +112,8 @@ class ScorePlan(Plan):
     @property
     def prepares_tensors(self) -> bool:
         """Whether the function needs tensors that are made from the user's tensors."""
-        return bool(self.inputs) and bool(tensors_in(self._prepared.resolved))
+        resolved = self._prepared.resolved
+        return bool(self.inputs) and (bool(tensors_in(resolved)) or holds_others(resolved))
 
     def _build(self) -> Prepared:
         key = self.kernel_key, self.size, self.shapes
