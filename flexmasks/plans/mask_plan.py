@@ -22,7 +22,15 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, tensors_in, unread
+from flexmasks.plans.bounds import (
+    RecordedPlan,
+    SizedMask,
+    holds_others,
+    plan_bounds,
+    reads_made_tensors,
+    tensors_in,
+    unread,
+)
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming
@@ -277,6 +285,8 @@ class MaskPlan(Plan):
             raise KeyError(name)
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
+        if self.inputs and holds_others(prepared.resolved):
+            raise Opaque("tensors inside lists, functions or objects")
         program = None if prepared.recorded is None else prepared.recorded.make
         return Form([*prepared.layout.indices, *tensors_in(prepared.resolved)], self.inputs, program, plan.spread)
 
