@@ -85,7 +85,7 @@ def register_mask(
             called by itself. If `size.may_read` is False, it must not read values of tensors on the host, so that it
             can be traced and captured: no `int(x)`, no `if x.any()`, no shapes that depend on values, and no checks of
             values. `flexmasks.spec.may_read(size, *tensors)` says whether they may run. Return tensors by themselves or
-            in tuples and dicts: with tensors inside lists, functions or objects each new call is planned from the start.
+            in tuples and dicts; with tensors inside lists, functions or objects each new call is planned anew.
         inner_size: for masks that hold masks: `inner_size(size, **parameters)` returns the Size that inner masks see.
         band: for masks that some kernels know natively: `band(size, **parameters)` returns the mask as a
             flexmasks.spec.Band, or None if it is no band with these parameters.
