@@ -27,6 +27,7 @@ class Pair(NamedTuple):
 
 # How `prepare` holds a tensor, and how the function reads it.
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
+    "itself": (lambda x: x, lambda held, b, i: held[b, i]),
     "tuple": (lambda x: (x, 3), lambda held, b, i: held[0][b, i]),
     "dict": (lambda x: {"a": x}, lambda held, b, i: held["a"][b, i]),
     "list": (lambda x: [x], lambda held, b, i: held[0][b, i]),

@@ -16,7 +16,7 @@ from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, replaced
-from flexmasks.spec.values import Mask, Modifier, ResolvedInner
+from flexmasks.spec.values import Given, Mask, Modifier, ResolvedInner
 
 
 class Resolved(NamedTuple):
@@ -129,7 +129,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def holds_others(value: Any) -> bool:
     """Whether there may be tensors that `tensors_in` does not find. A recorded plan cannot replace them."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Given):
         return False
     if isinstance(value, dict | ResolvedInner) or type(value) is tuple:
         return any(map(holds_others, _children(value)))

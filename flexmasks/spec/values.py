@@ -220,7 +220,7 @@ class Modifier(Readable):
     def _without_users_tensors(
         self, arguments: Mapping[str, Any], inner_size: Size | None, lift: bool, device: torch.device | None
     ) -> dict[str, Any]:
-        """Return the arguments that differ from the given parameters, with `_Given` for a user's tensor."""
+        """Return the arguments that differ from the given parameters, with `Given` for a user's tensor."""
         resolved: dict[str, Any] = {}
         parameters, has_prepared = self.definition.parameters, self.definition.prepare is not None
         for n, value in arguments.items():
@@ -232,7 +232,7 @@ class Modifier(Readable):
                 resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
             elif isinstance(value, Tensor) and (names := [p for p, v in self.params.items() if v is value]):
                 if names != [n]:
-                    resolved[n] = _Given(names[0])
+                    resolved[n] = Given(names[0])
             elif value is not given:
                 may_be_view = isinstance(value, Tensor) and not compat.is_compiling()
                 resolved[n] = in_one_piece(value) if may_be_view else value
@@ -274,7 +274,7 @@ class Modifier(Readable):
                 mods = (m.bind(r, heads, spread, for_kernels) for m, r in inner)
                 made = tuple(next(mods) if isinstance(x, Modifier) else x for x in _parts_of(source))
                 arguments[name] = made if isinstance(source, tuple) else made[0]
-            elif isinstance(value, _Given):
+            elif isinstance(value, Given):
                 arguments[name] = self.params[value.parameter]
             elif value is not _Absent:
                 arguments[name] = value
@@ -531,7 +531,7 @@ class ResolvedInner:
 
 
 @dataclass(frozen=True)
-class _Given:
+class Given:
     """Sentinel among resolved arguments: the user's own tensor, given as this parameter."""
 
     parameter: str
