@@ -412,13 +412,13 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-_SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
-
-
 def check_returned(hook: str, value: Any, types: type | tuple[type, ...], what: str) -> None:
     """Raise TypeError if a user's hook returned another type."""
     if not isinstance(value, types) or isinstance(value, bool):
         raise TypeError(f"`{hook}` must return {what}, got {describe(value)}.")
+
+
+_SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 
 
 def describe(value: Any) -> str:
