@@ -227,3 +227,32 @@ def test_padded_calls(form: str, lengths: tuple[int, int], layout: str, monkeypa
     assert out.is_contiguous() or out.transpose(1, 2).is_contiguous()
     for x, y in zip(found, torch.autograd.grad(wanted, true, gradient.double().cpu()), strict=True):
         assert error(x, y) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [(256, 256), (256, 128), (128, 256), (512, 512)])
+@pytest.mark.parametrize("form", ["all", "causal", "table"])
+def test_nothing_is_read_behind_blocks_that_lengths_cut(form: str, block_size: tuple[int, int]) -> None:
+    """NaN that follows the tokens in memory reaches neither outputs nor gradients of a user's BlockMask."""
+    n = 1152
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    longer = (torch.full((n + 512, 64), math.nan, **made) for _ in range(3))
+    q, k, v = (x[:n].normal_()[None, None].requires_grad_() for x in longer)
+    table = torch.rand(n, n, device="cuda") > 0.3
+    masks: dict[str, Callable[..., Tensor]] = {
+        "all": lambda b, h, i, j: i + j >= 0,
+        "causal": lambda b, h, i, j: i >= j,
+        "table": lambda b, h, i, j: table[i, j],
+    }
+    blocks = create_block_mask(masks[form], None, None, n, n, "cuda", BLOCK_SIZE=block_size)
+    out = flexmasks.attention(q, k, v, mask=blocks, backend="flex")
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), gradient)
+
+    indices = torch.arange(n, device="cuda")
+    visible = masks[form](0, 0, indices[:, None], indices[None, :]).cpu()
+    true = [exact(x) for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*true, visible)
+    assert error(out, wanted) < TOLERANCE[torch.bfloat16]
+    for x, y in zip(found, torch.autograd.grad(wanted, true, gradient.double().cpu()), strict=True):
+        assert error(x, y) < 2 * TOLERANCE[torch.bfloat16]
