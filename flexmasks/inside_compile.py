@@ -63,7 +63,8 @@ from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.encoding import decode, encode, is_readable
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
+from flexmasks.spec.resolved import ResolvedInner
+from flexmasks.spec.values import Mask, Modifier, Score
 
 _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)

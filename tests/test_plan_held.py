@@ -256,6 +256,42 @@ def test_functions_that_read_what_no_plan_can_copy() -> None:
         assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype]
 
 
+_STATE: Any = {}
+
+
+def _shared(b: Tensor, q: Tensor) -> Tensor:
+    return _STATE["other"][b, q]
+
+
+GLOBAL: dict[str, Callable[..., Tensor]] = {
+    "dictionary": lambda b, h, q, kv: _STATE["ids"][b, q] == _STATE["ids"][b, kv],
+    "list": lambda b, h, q, kv: _STATE["list"][0][b, q] == _STATE["list"][0][b, kv],
+    "function": lambda b, h, q, kv: _shared(b, q) == _shared(b, kv),
+}
+
+
+@pytest.mark.parametrize("held", GLOBAL)
+@pytest.mark.parametrize("is_first_local", [False, True])
+def test_tensors_of_global_variables_are_read_at_each_call(held: str, is_first_local: bool) -> None:
+    """No copy of a function has them for itself: the plan owns no tensors, and says so when it is to be updated."""
+    ids = drawn_ids("cpu", 0)
+    _STATE.update(ids=ids, list=[ids], other=ids)
+    function, local = GLOBAL[held], same(ids)
+    mask = flexmasks.get_mask(local) & function if is_first_local else function
+    plan = flexmasks.plan(mask, LENGTH, batch=2)
+    assert not plan.owns_tensors
+    with pytest.raises(ValueError, match="the plan has no tensors of its own"):
+        plan.update(ids=drawn_ids("cpu", 1))
+    for seed in range(3):
+        new, tensors = drawn_ids("cpu", seed), qkv(requires_grad=False)
+        _STATE.update(ids=new, list=[new], other=new)
+        visible = new[:, None, :, None] == new[:, None, None, :]
+        if is_first_local:
+            visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
+        got = flexmasks.attention(*tensors, mask=plan)
+        assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype]
+
+
 def test_plans_are_copied_pickled_and_shown() -> None:
     ids = drawn_ids("cpu", 0)
     plan = flexmasks.plan(packed(ids), LENGTH, batch=BATCH, heads=HEADS)

@@ -14,7 +14,10 @@ from helpers import error
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, get_mask
+from flexmasks.plans.bounds import RecordedPlan, SizedMask
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import Opaque
 
 pytestmark = pytest.mark.usefixtures("cold")
 LENGTH = 1100  # beyond the lengths of short calls, which plan nothing
@@ -106,3 +109,21 @@ def test_updates_of_plans(kind: str, holder: str) -> None:
             return
         plan.update(ids=ids)
         assert error(flexmasks.attention(q, q, q, mask=plan), wanted(kind, q, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_recorded_plans(holder: str) -> None:
+    """A recorded plan puts new tensors wherever `prepare` holds them, or says that it cannot."""
+    mask = get_mask(registered("mask", holder), ids=documents())
+    kind = SizedMask(mask, 0, Size(2, 1, LENGTH, LENGTH, torch.device("cpu")), False, (128, 128))
+    if holder in ("named tuple", "object"):
+        with pytest.raises(Opaque):
+            RecordedPlan(kind, mask.tensors())
+        return
+    recorded = RecordedPlan(kind, mask.tensors())
+    for _ in range(3):
+        ids = documents()
+        other = get_mask(mask.name, ids=ids)
+        made = recorded([ids])
+        b, q, kv = torch.arange(2)[:, None, None], torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+        assert torch.equal(other.bind(made.arguments)(b, b * 0, q, kv), ids[:, :, None] == ids[:, None])

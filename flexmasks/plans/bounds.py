@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flexmasks.blocks.build import Layout, bounds
@@ -16,7 +15,7 @@ from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, replaced
-from flexmasks.spec.values import Given, Mask, Modifier, ResolvedInner
+from flexmasks.spec.values import Mask, Modifier
 
 
 class Resolved(NamedTuple):
@@ -92,23 +91,22 @@ class RecordedPlan:
         def plan(*tensors: Tensor) -> list[Tensor]:
             mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
             arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
-            if holds_others(arguments):
-                raise Opaque("`prepare` returns tensors inside lists, functions or objects")
-            made = tensors_in(arguments)
-            self._arguments, self._layout = arguments, replace(layout, indices=())
+            if not can_be_filled(arguments):
+                raise Opaque("`prepare` returns tensors inside objects")
+            self._arguments, leaves = flatten(arguments)
+            made = leaves.tensors
+            self._layout = replace(layout, indices=())
             self._index_bounds = [getattr(t, "bounds", None) for t in made]
             # A cache holds the outputs, which must not be the user's own tensors.
             return [t.clone() if any(t is x for x in tensors) else t for t in (*layout.indices, *made)]
 
         self._recorded = Recorded(plan, inputs)
-        self._arguments = _with_tensors(self._arguments, (torch.empty(0) for _ in self._index_bounds))
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
         """The arguments and the blocks of a mask with these tensors."""
         made = self.make(inputs)
         count = len(made) - len(self._index_bounds)
-        arguments = _with_tensors(self._arguments, iter(made[count:]))
-        return Resolved(arguments, replace(self._layout, indices=tuple(made[:count])))
+        return Resolved(self._arguments.fill(made[count:]), replace(self._layout, indices=tuple(made[:count])))
 
     def make(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The index tensors, and behind them the tensors among the arguments."""
@@ -120,42 +118,17 @@ class RecordedPlan:
         return made
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in what `Mask.resolve` or `Score.resolve` returned, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for child in _children(value) for t in tensors_in(child)]
+def tensors_in(resolved: Any) -> list[Tensor]:
+    """The tensors in what `Mask.resolve` or `Score.resolve` returned, wherever it holds them."""
+    return flatten(resolved)[1].all_tensors
 
 
-def holds_others(value: Any) -> bool:
-    """Whether there may be tensors that `tensors_in` does not find. A recorded plan cannot replace them."""
-    if isinstance(value, Tensor | Given):
-        return False
-    if isinstance(value, dict | ResolvedInner) or type(value) is tuple:
-        return any(map(holds_others, _children(value)))
-    structure, leaves = flatten(value)
-    return bool(structure.unreadable or leaves.all_tensors)
+def can_be_filled(resolved: Any) -> bool:
+    """Whether a copy of what `resolve` returned can hold other tensors."""
+    structure, leaves = flatten(resolved)
+    return structure.is_whole and not leaves.has_global
 
 
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
     """Whether a function for kernels alone reads tensors, given what `resolve` returned."""
     return value.has_other_function() and bool(tensors_in(resolved))
-
-
-def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """A copy with other tensors, in the order of `tensors_in`."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {n: _with_tensors(v, tensors) for n, v in value.items()}
-    if isinstance(value, ResolvedInner):
-        return replace(value, resolved=tuple(_with_tensors(v, tensors) for v in value.resolved))
-    return tuple(_with_tensors(v, tensors) for v in value) if type(value) is tuple else value
-
-
-def _children(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return tuple(value.values())
-    if isinstance(value, ResolvedInner):
-        return value.resolved
-    return value if type(value) is tuple else ()

@@ -106,10 +106,9 @@ class HeldPlan:
             return
         structure, leaves = flatten((self.mask, self.score), by_name=True)
         of_offset = [self.q_offset] if isinstance(self.q_offset, Tensor) else []
-        is_global = any(place is not None and place.kind == "global variable" for place in leaves.places)
         all_tensors = [*leaves.all_tensors, *of_offset]
         learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in all_tensors)
-        if structure.unreadable or not structure.is_whole or structure.reads_objects or is_global or learns:
+        if structure.unreadable or not structure.is_whole or structure.reads_objects or leaves.has_global or learns:
             return
         if all_tensors:
             self._own_tensors(structure, leaves, of_offset)

@@ -25,7 +25,7 @@ from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import (
     RecordedPlan,
     SizedMask,
-    holds_others,
+    can_be_filled,
     plan_bounds,
     reads_made_tensors,
     tensors_in,
@@ -285,8 +285,8 @@ class MaskPlan(Plan):
             raise KeyError(name)
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
-        if self.inputs and holds_others(prepared.resolved):
-            raise Opaque("tensors inside lists, functions or objects")
+        if self.inputs and not can_be_filled(prepared.resolved):
+            raise Opaque("tensors inside objects")
         program = None if prepared.recorded is None else prepared.recorded.make
         return Form([*prepared.layout.indices, *tensors_in(prepared.resolved)], self.inputs, program, plan.spread)
 

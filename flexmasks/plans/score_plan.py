@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.bounds import holds_others, tensors_in, unread
+from flexmasks.plans.bounds import can_be_filled, tensors_in, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
@@ -113,7 +113,7 @@ class ScorePlan(Plan):
     def prepares_tensors(self) -> bool:
         """Whether the function needs tensors that are made from the user's tensors."""
         resolved = self._prepared.resolved
-        return bool(self.inputs) and (bool(tensors_in(resolved)) or holds_others(resolved))
+        return bool(self.inputs) and (bool(tensors_in(resolved)) or not can_be_filled(resolved))
 
     def _build(self) -> Prepared:
         key = self.kernel_key, self.size, self.shapes

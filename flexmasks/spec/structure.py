@@ -276,11 +276,13 @@ class Walk:
         self._unreadable, self._is_whole = "", True
         self._global_depth = 0
         self._count = 0  # of parts
+        self._reached = 0  # tensors, those reached again included
         self.ways: tuple[list[Way], list[Way], list[Way]] = [], [], []
         # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
         # once its object dies.
         self.seen: dict[int, tuple[int, Any, Any]] = {}
         self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
+        self._have_tensors: set[int] = set()  # numbers of parts
         self._owners: dict[int, tuple[Any, Any]] = {}  # by id: objects of which attributes are read, and their places
 
     def structure(self, value: Any) -> Structure:
@@ -308,13 +310,22 @@ class Walk:
         known = self.seen.get(id(value))
         if known is not None and not self._takes_again(value, known, place):
             number = known[0]  # of a tensor in two places, or of a function that refers to itself
+            if number in self._have_tensors:
+                self._reach_tensor()
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number, self._count = self._count, self._count + 1
         self.seen[id(value)] = number, value, place
         rule = _RULES.get(kind) or _rule_for(value) or Walk._unknown
+        reached = self._reached
         key, recipe = rule(self, value)
         self._recipes[number] = recipe = partial(_once, number, recipe)
+        if self._reached > reached:
+            self._have_tensors.add(number)
         return key, recipe
+
+    def _reach_tensor(self) -> None:
+        self._reached += 1
+        self.leaves.has_global |= self._global_depth > 0
 
     def refuse(self, what: str, value: Any = None) -> tuple[Hashable, Recipe]:
         """Note that something cannot be read, and collect the tensors among a value's attributes.
@@ -392,6 +403,7 @@ class Walk:
 
     def _tensor(self, value: Tensor) -> tuple[Hashable, Recipe]:
         n = len(self.leaves.tensors)
+        self._reach_tensor()
         self.leaves.tensors.append(value)
         self.leaves._places.append(self.seen[id(value)][2])
         if self.elements:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -33,6 +33,7 @@ from flexmasks.spec.definitions import (
 )
 from flexmasks.spec.parameters import Size, check_returned, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
+from flexmasks.spec.resolved import Absent, Given, ResolvedInner
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
@@ -224,7 +225,7 @@ class Modifier(Readable):
         resolved: dict[str, Any] = {}
         parameters, has_prepared = self.definition.parameters, self.definition.prepare is not None
         for n, value in arguments.items():
-            given = self.params.get(n, _Absent if has_prepared else parameters[n].default)
+            given = self.params.get(n, Absent if has_prepared else parameters[n].default)
             if inner := _modifiers_in(value):
                 source = next((p for p, v in self.params.items() if v is value), n)
                 if self._given(source) is not value:
@@ -236,7 +237,7 @@ class Modifier(Readable):
             elif value is not given:
                 may_be_view = isinstance(value, Tensor) and not compat.is_compiling()
                 resolved[n] = in_one_piece(value) if may_be_view else value
-        return resolved | {n: _Absent for n in self.params if n not in arguments}
+        return resolved | {n: Absent for n in self.params if n not in arguments}
 
     def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:
         """A parameter's value with a sequence as a tensor, for a call without sizes."""
@@ -276,7 +277,7 @@ class Modifier(Readable):
                 arguments[name] = made if isinstance(source, tuple) else made[0]
             elif isinstance(value, Given):
                 arguments[name] = self.params[value.parameter]
-            elif value is not _Absent:
+            elif value is not Absent:
                 arguments[name] = value
         function = (self.definition.compiled if for_kernels else None) or self.definition.function
         if not arguments:
@@ -520,25 +521,6 @@ def _combine(operator: Definition, *operands: Any) -> Mask:
 def _binds_looser(inner: Modifier, outer: Mask) -> bool:
     order = [NOT, AND, OR]
     return bool(inner.definition.template) and order.index(inner.definition) > order.index(outer.definition)
-
-
-@dataclass(frozen=True)
-class ResolvedInner:
-    """Resolved arguments of the masks or scores inside the parameter `source`."""
-
-    source: str
-    resolved: tuple[Mapping[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Given:
-    """Sentinel among resolved arguments: the user's own tensor, given as this parameter."""
-
-    parameter: str
-
-
-class _Absent:
-    """Sentinel among resolved arguments: a parameter that `prepare` consumed and the function does not take."""
 
 
 def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]) -> Callable[..., Tensor]:
