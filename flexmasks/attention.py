@@ -115,8 +115,9 @@ def attention(
             visible, or booleans as SDPA takes them, [Q, KV], [H, Q, KV] or [B or 1, H or 1, Q or 1, KV]; or a list of
             these, which all must show a key; or torch's BlockMask. By default everything is visible. Tensors that a
             function captures are inputs of the kernel. A change of such a tensor, also in place, is noticed, unless
-            torch does not count it: a change through `tensor.data`, through memory shared with NumPy, or by a kernel of
-            yours. Call `clear_caches` after such a change.
+            torch does not count it: a change through `tensor.data`, through memory shared with NumPy, by a kernel of
+            yours, or by a collective into a tensor that you keep. Call `torch.autograd.graph.increment_version(tensor)`
+            or `clear_caches` after such a change. Parameters need no such call.
             A function that torch's compiler may compute otherwise than Python does goes to the kernel as data: the
             bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
             Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.

@@ -60,11 +60,11 @@ class Cache:
     """Values by key and by the identity and version of tensors, which `Part`s put and get.
 
     The cache is bounded in bytes. When it is full, the oldest entries are dropped first; but an entry that was used
-    since it became the newest entry becomes the newest entry once more. The cache is safe across threads. Tensors made
-    in inference mode have no version: small ones on a CPU are compared by their contents, and a value that depends on
-    another one is not kept. A value made inside inference mode is returned only inside inference mode, because autograd
-    refuses its tensors. In-place changes that torch does not count, through `tensor.data` or memory shared with NumPy,
-    go unnoticed: call `clear_caches()` after one.
+    since it became the newest entry becomes the newest entry once more. The cache is safe across threads. torch
+    does not count all changes of tensors that require a gradient, and none of those made in inference mode: small
+    ones on a CPU are compared by their contents, and a value that depends on another one is not kept. A value made
+    inside inference mode is returned only inside inference mode, because autograd refuses its tensors. Other
+    changes that torch does not count go unnoticed, see `clear_caches`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -205,7 +205,7 @@ KERNELS = Cache(max_bytes=256)
 # - launches of the library's own kernels.
 _LAUNCHES: dict[str, Launches[Any]] = {}
 MAX_LAUNCHES = 4096  # of a kernel
-_MAX_COMPARED = 1 << 12  # bytes of a tensor of inference mode that are compared, in some microseconds
+_MAX_COMPARED = 1 << 14  # bytes of a tensor whose changes torch does not count, compared in some microseconds
 
 
 def cache_info() -> dict[str, CacheInfo]:
@@ -242,8 +242,11 @@ def cache_info() -> dict[str, CacheInfo]:
 def clear_caches() -> None:
     """Empty the library's four caches, see `cache_info`.
 
-    Call this after a change of a tensor that torch does not count. torch does not count changes through `tensor.data`,
-    through memory shared with NumPy, or by a kernel of yours. Plans that you hold keep what they have.
+    Call this after a change of a tensor that torch does not count: through `tensor.data`, through memory shared
+    with NumPy, by a kernel of yours, or by a collective of torch.distributed into a tensor that you keep. For a
+    single tensor, `torch.autograd.graph.increment_version(tensor)` does as well. Parameters, whose changes by fused
+    optimizers and FSDP2 torch does not count either, need nothing: what depends on a tensor that requires a
+    gradient is computed anew. Plans that you hold keep what they have.
 
     Example:
         >>> import flexmasks
@@ -258,7 +261,7 @@ def clear_caches() -> None:
 
 
 def _contents(tensor: Tensor) -> bytes:
-    contents: bytes = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    contents: bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
     return contents
 
 
@@ -268,12 +271,12 @@ def identity(tensor: Tensor) -> Hashable | None:
     The result is None if changes of the tensor cannot be noticed.
     """
     try:
-        if tensor.is_inference():
-            is_small = tensor.device.type == "cpu" and tensor.nbytes <= _MAX_COMPARED
+        # torch does not count what fused optimizers and FSDP2 write into parameters.
+        if tensor.is_inference() or tensor.requires_grad:
+            is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+            is_small = is_plain and tensor.nbytes <= _MAX_COMPARED
             return (tensor.shape, tensor.dtype, _contents(tensor)) if is_small else None
         # The address is needed because `tensor.data = other` does not raise the version.
-        return (
-            compat.version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-        )  # fmt: skip
+        return compat.version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:  # the tensor has no memory: it is fake, or inside a transform
         return None
