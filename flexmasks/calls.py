@@ -40,11 +40,7 @@ from flexmasks.planned import (
     under_autocast,
     with_sinks_of,
 )
-from flexmasks.plans.checks import (
-    any_nested,
-    check_sinks,
-    fail,
-)
+from flexmasks.plans.checks import any_nested, check_sinks, fail
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Launch, without_plan
 from flexmasks.plans.mask_plan import GivenPlan
@@ -306,12 +302,8 @@ def _may_learn(tensor: Tensor) -> bool:
 
 def _without_wrappers(tensor: Tensor) -> Tensor:
     """Return a tensor without the wrappers of gradients. One that belongs to a batch of vmap stays as it is."""
-    plain = tensor
-    while compat.is_wrapped(plain):
-        if compat.is_batched(plain):
-            return tensor
-        plain = compat.unwrapped(plain)
-    return plain
+    plain = compat.without_wrappers(tensor)
+    return tensor if plain is None else plain
 
 
 def _replayed(

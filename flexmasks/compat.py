@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     require: Callable[[Any, Callable[[], str]], None]
     without_torch_function: Any
     transforms_active: Callable[[], bool]
-    unwrapped: Callable[[Tensor], Tensor]
     version: Callable[[Tensor], int]
     CuteOverrides: Any
     flash_on_cpu: Callable[..., tuple[Tensor, Tensor]]
@@ -130,7 +129,6 @@ FLASH_GIVES_LSE = _TORCH >= (2, 14)
 FLASH_READS_VECTORS = _TORCH > (2, 11)
 
 # --- private names of torch ---
-
 
 _versions = itertools.count()
 
@@ -336,9 +334,14 @@ def _keep_device_guard() -> None:
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
 
-def is_batched(x: Tensor) -> bool:
-    """Return whether torch.vmap has put the outermost wrapper around a tensor, which hides a dimension."""
-    return named("is_wrapped")(x) and bool(named("unwrapped")(x).dim() != x.dim())
+def without_wrappers(x: Tensor) -> Tensor | None:
+    """Return a tensor without the wrappers of torch.func, None for one of which torch.vmap hides a dimension."""
+    while named("is_wrapped")(x):
+        inner = named("unwrapped")(x)
+        if inner.dim() != x.dim():
+            return None
+        x = inner
+    return x
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
@@ -449,12 +452,10 @@ def constants(value: Any) -> Any:
 
     The functions that `constant_in_graphs` marks take no symbolic numbers. Other values are returned as they are.
     """
-    return _constants(value) if is_compiling() else value
-
-
-def _constants(value: Any) -> Any:
+    if not is_compiling():
+        return value
     if isinstance(value, tuple):
-        return tuple([_constants(v) for v in value])
+        return tuple([constants(v) for v in value])
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

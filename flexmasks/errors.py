@@ -11,13 +11,13 @@ import torch
 from flexmasks import compat
 
 
-def is_wrong_bound(error: RuntimeError) -> bool:
+def is_wrong_bound(error: Exception) -> bool:
     """Return whether a kernel for the CPU compared an index with a wrong bound.
 
     For some functions, tensors and lengths torch's CPU kernels for any length compare an index with the length of their
     own part of the keys or queries. No public equivalent.
     """
-    return "index out of bounds" in str(error) and "SplitSize" in str(error)
+    return isinstance(error, RuntimeError) and "index out of bounds" in str(error) and "SplitSize" in str(error)
 
 
 def is_refused_for_tracing(error: RuntimeError) -> bool:

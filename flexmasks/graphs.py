@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -118,7 +118,7 @@ class Flat(NamedTuple):
 
     def values(self) -> tuple[Any, ...]:
         """Return the nested tuples."""
-        return _filled(value_of_text(self.text), iter(self.leaves))
+        return cast(tuple[Any, ...], _filled(value_of_text(self.text), iter(self.leaves)))
 
 
 def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
@@ -149,13 +149,8 @@ def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(places)
 
 
-def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
-    return tuple([_filled_place(place, leaves) for place in places])
-
-
-def _filled_place(place: Any, leaves: Iterator[Any]) -> Any:
-    if isinstance(place, list):
-        return _filled(value_of_text(place[0]), leaves)
+def _filled(place: Any, leaves: Iterator[Any]) -> Any:
+    place = value_of_text(place[0]) if isinstance(place, list) else place
     if isinstance(place, tuple):
-        return _filled(place, leaves)
+        return tuple([_filled(inner, leaves) for inner in place])
     return next(leaves) if place is _PLACE else place

@@ -41,7 +41,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import as_kernels_read, lists_of, of_block_mask
+from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
@@ -50,14 +50,7 @@ from flexmasks.plans.data import reading_bits
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
-from flexmasks.plans.traced import (
-    UNKNOWN,
-    TracedMask,
-    TracedScore,
-    encode_score,
-    size_of,
-    without_traced,
-)
+from flexmasks.plans.traced import UNKNOWN, TracedMask, TracedScore, size_of, without_traced
 from flexmasks.plans.traced_alignment import aligned_traced, in_graph_offset
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
@@ -102,7 +95,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         encoded = encode_mask(mask, q.device)
-    encoded_score = encode_score(score, q.device)
+    encoded_score: Any = UNKNOWN if score is None or not is_readable(score) else encode(score, q.device)
     q_offset = aligned_traced(q, k, request.q_offset, encoded, score, encoded_score, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
     if block_mask is None and encoded == UNKNOWN:
@@ -188,8 +181,7 @@ def _block_mask_of(
         return _block_mask(
             of_mask.mask, of_mask.offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod
         )
-    given: Any = (call.q.shape[2], call.k.shape[2]), *lists, of_mask.block_size, mask_mod
-    return compat.BlockMask(*given)
+    return made_of((call.q.shape[2], call.k.shape[2]), lists, of_mask.block_size, mask_mod)
 
 
 def _functions_of(
@@ -236,7 +228,8 @@ def _run_traced(
     """Run a call with a function that only torch's tracing can read."""
     of_mask, encoded_score, q_offset, q, k, v, _, facts = arguments
     place, way_of_mask, way_of_score, _ = _chosen(request.backend_name, *arguments).shape
-    name, mask, score, size = _NAMES[place], _with_constants(mask), _with_constants(score), unread(size, q_offset)
+    name, size = _NAMES[place], unread(size, q_offset)
+    mask, score = _changed(mask, _constant_float), _changed(score, _constant_float)
     if block_mask is None:
         mask = cast(Mask, mask)
         mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name, way_of_mask), _held(q_offset, name))
@@ -277,8 +270,7 @@ def _block_mask(
 ) -> compat.BlockMask:
     block_size = (flex_flash.block_size(q.shape[3], q.device) if name == "flex_flash" else None) or block_size_for(size)
     lists = planned_blocks(encoded, q_offset, q.detach(), k.detach(), block_size)
-    lengths: Any = (size.q_len, size.kv_len)
-    return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
+    return made_of((size.q_len, size.kv_len), lists, block_size, mask_mod)
 
 
 def _by_flex(
@@ -326,8 +318,7 @@ def _in_plain_operations(
     if request.block_mask is not None:
         mask_mod = request.block_mask.mask_mod
     else:
-        mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+        mask_mod = shifted_mask(cast(Mask, mask).bind(cast(Mask, mask).resolve(size)), q_offset)
     out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
     return out, lse if request.return_lse else None
 
@@ -375,9 +366,15 @@ def _check_at_example(encoded: Any, size: Size) -> None:
         alone.resolve(known)
 
 
-def _changed(encoded: Any, change: Callable[[Any], Any]) -> Any:
-    """Return something encoded with all parts of its tuples changed."""
-    return tuple([_changed(part, change) for part in encoded]) if isinstance(encoded, tuple) else change(encoded)
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return something encoded, a mask, a score or what `resolve` returned, with all parts changed; torch traces it."""
+    if isinstance(value, Modifier):
+        return type(value)(value.definition, {n: _changed(v, change) for n, v in value.params.items()})
+    if isinstance(value, ResolvedInner):
+        return ResolvedInner(value.source, _changed(value.resolved, change))
+    if isinstance(value, dict):
+        return {n: _changed(v, change) for n, v in value.items()}
+    return tuple([_changed(v, change) for v in value]) if isinstance(value, tuple | list) else change(value)
 
 
 def _constant(part: Any) -> Any:
@@ -451,27 +448,9 @@ def _call_of(
 # --- the plan of a mask ---
 
 
-def _with_constants(value: Any) -> Any:
-    """Return a mask, score or value whose floats torch takes as constants.
-
-    Kernels of flex_attention take no symbolic floats.
-    """
-    if isinstance(value, float):
-        return compat.as_constant(value)
-    if not _holds_floats(value):
-        return value
-    if isinstance(value, Modifier):
-        return type(value)(value.definition, {n: _with_constants(v) for n, v in value.params.items()})
-    return tuple([_with_constants(v) for v in value])
-
-
-def _holds_floats(value: Any) -> bool:
-    if isinstance(value, float):
-        return True
-    for v in value.params.values() if isinstance(value, Modifier) else value if isinstance(value, tuple) else ():
-        if _holds_floats(v):
-            return True
-    return False
+def _constant_float(part: Any) -> Any:
+    """Return a float as a constant, since kernels of flex_attention take no symbolic floats, anything else as it is."""
+    return compat.as_constant(part) if isinstance(part, float) else part
 
 
 def _bound(value: Modifier, resolved: Any, size: Size, backend: str, way: int) -> Callable[..., Tensor]:
@@ -492,18 +471,13 @@ def _held(value: Any, backend: str) -> Any:
     kernels for GPUs take a constant tensor in which the graph has set elements (`x = torch.zeros(n); x[i] = 1`) for the
     constant, without the elements: seen with torch 2.11. They read a view as it is.
     """
-    if backend not in _COMPILED:
-        return value
-    if isinstance(value, Tensor):
-        on_cpu = value.device.type == "cpu"
-        return flex_kernels.separate(value.detach()) if on_cpu else value.unsqueeze(0).select(0, 0)
-    if isinstance(value, Modifier):
-        return type(value)(value.definition, {n: _held(v, backend) for n, v in value.params.items()})
-    if isinstance(value, ResolvedInner):
-        return ResolvedInner(value.source, _held(value.resolved, backend))
-    if isinstance(value, dict):
-        return {n: _held(v, backend) for n, v in value.items()}
-    return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple | list) else value
+    return _changed(value, _separate) if backend in _COMPILED else value
+
+
+def _separate(part: Any) -> Any:
+    if not isinstance(part, Tensor):
+        return part
+    return flex_kernels.separate(part.detach()) if part.device.type == "cpu" else part.unsqueeze(0).select(0, 0)
 
 
 def _by_traced_reference(

@@ -24,13 +24,7 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
 from flexmasks.plans.alignment import aligned, sequences_aligned
 from flexmasks.plans.bounds import unread
-from flexmasks.plans.checks import (
-    ATTENTION,
-    any_nested,
-    check_offset,
-    described,
-    fail,
-)
+from flexmasks.plans.checks import ATTENTION, any_nested, check_offset, described, fail
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for, is_capturing
@@ -226,14 +220,9 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
         fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
     cu_seqlens_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
-    return (
-        q_dense,
-        k_dense,
-        v_dense,
-        inside_sequences(
-            ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits=not is_capturing(q.device)
-        ),
-    )
+    waits = not is_capturing(q.device)
+    request = inside_sequences(ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits)
+    return q_dense, k_dense, v_dense, request
 
 
 def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:

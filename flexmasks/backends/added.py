@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,8 +31,8 @@ def is_added(call: Call) -> bool:
     adds = _ADDS.get(kind) if is_known else None
     if adds is None:
         trace = _Sum()
-        error, value = follow(trace, trace.noting(call.score.mod()), call.q.device, sizes, is_score=True)
-        adds = error is None and trace.is_sum(value)
+        error, value = follow(trace, call.score.mod(), call.q.device, sizes, is_score=True)
+        adds = error is None and id(value) in trace.sums
         if is_known:
             _ADDS.put(kind, (), adds, FACT)
     return adds
@@ -43,26 +43,17 @@ class _Sum(Trace):
 
     def __init__(self) -> None:
         super().__init__(is_score=True)
-        self._sums: set[int] = set()  # ids of the score, and of the score with something added
+        self.sums: set[int] = set()  # ids of the score, and of the score with something added
         self._others: set[int] = set()  # ids of what depends on the score otherwise
 
-    def noting(self, score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the function, with the score noted as it comes in."""
-
-        def noted(score: Tensor, *indices: Tensor) -> Tensor:
-            self._sums.add(id(score))
-            return score_mod(score, *indices)
-
-        return noted
-
-    def is_sum(self, value: Any) -> bool:
-        return id(value) in self._sums
+    def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+        self.sums.update(map(id, scores))
 
     def is_known(self, name: str, args: Any) -> bool:
         return True
 
     def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
-        sums = [n for n, x in enumerate(args) if id(x) in self._sums]
+        sums = [n for n, x in enumerate(args) if id(x) in self.sums]
         is_other = any(id(x) in self._others for x in args)
         if not sums and not is_other:
             return
@@ -70,7 +61,7 @@ class _Sum(Trace):
         keeps = name in KEEP_VALUES and out.is_floating_point() and out.dtype.itemsize >= 4
         # With alpha the second operand is multiplied.
         is_sum = (is_added and (sums == [0] or kwargs.get("alpha", 1) == 1)) or keeps
-        (self._sums if is_sum and not is_other else self._others).add(id(out))
+        (self.sums if is_sum and not is_other else self._others).add(id(out))
 
 
 def shows(added: Tensor) -> bool:

@@ -192,18 +192,9 @@ class Call:
         return self.kernel_key, q.dtype, q.device, sizes, flags, layouts
 
     def resized(self, block_size: tuple[int, int]) -> Call | None:
-        """Return the call with blocks of a size, or None.
-
-        A user's own blocks have one size only. The call is made once.
-        """
-        if block_size not in self._resized:
-            mask = self.mask.resized(block_size)
-            self._resized[block_size] = None if mask is None else replace(self, mask=mask)
-        return self._resized[block_size]
-
-    @functools.cached_property
-    def _resized(self) -> dict[tuple[int, int], Call | None]:
-        return {}
+        """Return the call with blocks of a size, or None: a user's own blocks have one size only."""
+        mask = self.mask.resized(block_size)
+        return None if mask is None else replace(self, mask=mask)
 
     @functools.cached_property
     def findings(self) -> dict[str, str]:

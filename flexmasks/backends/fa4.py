@@ -121,8 +121,6 @@ def run(call: Call) -> Result:
 
 def _announce(call: Call) -> None:
     """Log, once for each kind of kernel, that flash-attn-4 compiles it."""
-    if call.is_traced:
-        return
     q, window = call.q, call.mask.window
     parts = [
         str(q.dtype).removeprefix("torch."),

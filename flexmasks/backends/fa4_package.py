@@ -19,33 +19,23 @@ from typing import Any, NamedTuple
 import torch
 
 from flexmasks import compat
-from flexmasks.backends.call import (
-    HALF_DTYPES,
-    Call,
-    Unavailable,
-    first_line,
-)
+from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable, first_line
 from flexmasks.plans.sizes import capability
 
 _log = logging.getLogger("flexmasks")
-
 
 # Up to version 4.0.0b25 flash-attn-4 gives garbage as gradients in 0.1 to 1% of launches on compute capability 9.0: its
 # block-sparse backward pass has a race (flash-attention pull request 2756).
 _FIRST_RIGHT_BETA = 26
 
-
 # The major compute capability of consumer GPUs, with 100 KB of shared memory, for which flash-attn-4 has other kernels.
 SMALL, _MAX_SIZE_ON_SMALL = 12, 128
-
 
 # Head sizes above 128 that flash-attn-4 takes on compute capability 10 and 11.
 _LARGE_SIZES_ABOVE_HOPPER = ((192, 128), (256, 256))
 
-
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
-
 
 # Names of the kernel's arguments, in the order of the operators below.
 ARGUMENTS = (
@@ -53,19 +43,15 @@ ARGUMENTS = (
     "softmax_scale", "window_size_left", "window_size_right", "causal",
 )  # fmt: skip
 
-
 # The arguments that the library gives to functions of flash-attn-4.
 _FOR_BOTH = (*ARGUMENTS, "score_mod")
-
 
 _NEEDED = {
     "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
     "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
 }
 
-
 _FITS_TILES = "_fit_sm90_fwd_tile_to_block_sparsity"  # the function of flash-attn-4 that fits tiles to smaller blocks
-
 
 # Variables of flash-attn-4: "1" if it keeps compiled kernels on the disk, and where.
 KEEPS_KERNELS, KERNEL_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"

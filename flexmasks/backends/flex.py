@@ -31,7 +31,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.flex_kernels import COMPILED, OUT_OF_RESOURCE, NeedsData, Runner, shapes_of
 from flexmasks.backends.kernel_tiles import chosen_tiles
-from flexmasks.blocks.lists import lists_of
+from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.spec.structure import Opaque, flatten
 
 _log = logging.getLogger("flexmasks")
@@ -115,12 +115,11 @@ class FlexReplay(Replay):
             raise Opaque(functions.unreadable)
         lengths, block_size = self.block_mask.seq_lengths, self.block_mask.BLOCK_SIZE
         template = replace(self, block_mask=None, score_mod=None)
-        make_blocks: Any = compat.BlockMask  # its positional arguments have no types that fit
 
         def make(lists: Sequence[Any], captured: Sequence[Any]) -> FlexReplay:
             mask_mod, score_mod = functions.fill(captured)
             call = copy.copy(template)  # at a third of the time of `replace`
-            block_mask = make_blocks(lengths, *lists, block_size, mask_mod)
+            block_mask = made_of(lengths, lists, block_size, mask_mod)
             vars(call).update(block_mask=block_mask, score_mod=score_mod)
             return call
 
@@ -144,8 +143,8 @@ class FlexReplay(Replay):
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
         block_mask, of_mask, shapes = call.mask.blocks().block_mask, call.kernel_key[0], call.shapes
-        has_kernel = functools.partial(_has_kernel, call, (1,), backend, more_options)
-        score_mod, of_score = forms.compiled_score(call, has_kernel, for_flash=backend == "FLASH")
+        has_own = functools.partial(has_kernel, call, (1,), backend, more_options)
+        score_mod, of_score = forms.compiled_score(call, has_own, for_flash=backend == "FLASH")
         if as_data is None:
             as_data = bool(why_data(call, backend, more_options))
         if as_data:
@@ -263,19 +262,14 @@ def _is_one(batch: int) -> bool:
 
 def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> str:
     """Return why the kernel reads the mask as data, or ""."""
-    if call.is_traced:
-        return ""
-    is_compiled = _has_kernel(call, (0, 1), backend, more_options)
-    has_kernel = functools.partial(_has_kernel, call, (0,), backend, more_options)
-    return forms.why_data(call, is_compiled, has_kernel, for_flash=backend == "FLASH")
+    is_compiled = has_kernel(call, (0, 1), backend, more_options)
+    has_own = functools.partial(has_kernel, call, (0,), backend, more_options)
+    return forms.why_data(call, is_compiled, has_own, for_flash=backend == "FLASH")
 
 
-def has_kernel_for_mask(call: Call, backend: str) -> bool:
-    """Return whether a ready kernel runs a call with the mask's own numbers."""
-    return _has_kernel(call, (0,), backend, None)
-
-
-def _has_kernel(call: Call, parts: Sequence[int], backend: str | None, more_options: dict[str, Any] | None) -> bool:
+def has_kernel(
+    call: Call, parts: Sequence[int], backend: str | None, more_options: dict[str, Any] | None = None
+) -> bool:
     """Return whether a ready kernel runs a call with its own numbers in some parts; others may have any form.
 
     parts: of the kernel's key, 0 for the mask and 1 for the score change.

@@ -52,7 +52,9 @@ def refuses(call: Call) -> str | None:
     reason = fa4_package.refuses_package(call) or flex.refuses_to_compile(call)
     if reason:
         return reason
-    reason = _refuses_blocks_here(call) or _refuses_head_size(call)
+    if fa4_package.is_small(call.q.device):
+        return f"on compute capability {fa4_package.SMALL} it takes no blocks"
+    reason = _refuses_head_size(call)
     if reason:
         return reason
     if call.learns:
@@ -70,11 +72,6 @@ def refuses(call: Call) -> str | None:
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
     return _refuses_numbers(call) or forms.refuses(call) or _refuses_functions(call)
-
-
-def _refuses_blocks_here(call: Call) -> str | None:
-    """Return why flash-attn-4 takes no blocks on the call's GPU, or None."""
-    return "on compute capability 12 it takes no blocks" if capability(call.q.device)[0] == 12 else None
 
 
 def _refuses_head_size(call: Call) -> str | None:
@@ -103,7 +100,7 @@ def _refuses_numbers(call: Call) -> str | None:
     wanted = _wanted(call)
     if wanted is None or can_be_bits(wanted):
         return None
-    if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel_for_mask(call, _FLASH)):
+    if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel(call, (0,), _FLASH)):
         return None
     return "kernels for other values of the mask's numbers are compiled, and its blocks for this head size are no data"
 

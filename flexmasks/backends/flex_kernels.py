@@ -29,10 +29,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import padded
-from flexmasks.backends.call import (
-    Unavailable,
-    first_line,
-)
+from flexmasks.backends.call import Unavailable, first_line
 from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce
@@ -41,29 +38,21 @@ from flexmasks.kernels.direct import with_rows_together
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
 
-
 # `compilations` counts those of the thread; `running` describes the call whose kernel it runs.
 _this_thread = threading.local()
-
 
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['compat']", "G['_announce", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 
-
 OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
-
 
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
 
-
 _FEW_QUERIES = 128  # below which torch may take another kernel on a GPU
-
 
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 
-
 _MAX_COPIED = 1 << 28  # the most bytes of q, k and v that are copied for one call on a CPU
-
 
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
 
@@ -296,7 +285,6 @@ def _(x: Tensor) -> Tensor:
 # Head sizes below this one take another way through torch's kernel for CPUs, by vectors; a tile takes 16 keys.
 _SAFE_HEAD_SIZE, _SHORTEST_VECTOR = 24, 4
 
-
 _VECTORS_FILL_TILES = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -353,7 +341,7 @@ def _run_kernel(
                     COMPILED.drop(key)
                 raise
             is_of_compiler = isinstance(error, compat.InductorError)
-            may_be_shapes = (is_of_compiler or _is_wrong_bound(error)) and OUT_OF_RESOURCE not in str(error)
+            may_be_shapes = (is_of_compiler or is_wrong_bound(error)) and OUT_OF_RESOURCE not in str(error)
             # The kernel that reads data may take a mask whose function torch cannot compile, on a CPU only for any
             # length.
             if may_be_data and may_be_shapes and not kernel.is_static:
@@ -366,7 +354,7 @@ def _run_kernel(
                 raise
             # The first graph of a kernel has no symbolic sizes. With ten of them torch's C++ for the CPU is wrong: it
             # replaces a name within a longer name.
-            is_static = kernel.follows_failure or _CPP_FAILED in str(error) or _is_wrong_bound(error)
+            is_static = kernel.follows_failure or _CPP_FAILED in str(error) or is_wrong_bound(error)
             why = f"torch could not compile it for {'any length' if kernel.graphs.count else 'this call'}"
             kernel = _new_kernel(key, q.is_cuda, is_static, follows_failure=True)
             try:
@@ -433,10 +421,6 @@ def _log_compiled(start: float, what: str, q: Tensor, k: Tensor, why: str) -> No
 
 def _described(what: str, q: Tensor, k: Tensor) -> str:
     return f"{what}, {str(q.dtype).removeprefix('torch.')}, q {list(q.shape)}, k {list(k.shape)}"
-
-
-def _is_wrong_bound(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and is_wrong_bound(error)
 
 
 def _compilations() -> int:

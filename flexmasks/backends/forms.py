@@ -109,7 +109,7 @@ def why_inexact(call: Call) -> str:
 
 def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
-    way = "" if call.mask.is_by_library or call.is_traced else _inexact(call, call.mask.mod, is_score=False)
+    way = "" if call.mask.is_by_library else _inexact(call, call.mask.mod, is_score=False)
     if way not in WAYS or (for_flash and way in FROM_THE_FRONT):
         return block_mask
     rewritten = copy.copy(block_mask)
@@ -126,8 +126,8 @@ def compiled_score(
     has_kernel: whether a kernel for such calls has the score change with its numbers.
     """
     key = call.kernel_key[1]
-    if call.score is None or call.is_traced:
-        return None if call.score is None else call.score.mod(), key
+    if call.score is None:
+        return None, key
     if not for_flash and numbers.are_many(call, is_score=True, has_kernel=has_kernel):
         made = numbers.score_with_inputs(call)
         reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
@@ -149,8 +149,6 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
     is_compiled: whether there is a kernel for the functions of mask and score.
     has_kernel: whether a kernel for such calls has the mask with its numbers.
     """
-    if call.is_traced:
-        return ""
     if _is_as_fast(call):
         return _AS_FAST
     reason = why_inexact(call)
@@ -169,7 +167,7 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
 
 def _is_as_fast(call: Call) -> bool:
     """Return whether a user's mask goes as data because kernels read it as fast as they compute its function."""
-    return call.mask.reads_data_as_fast and not (call.is_traced or call.mask.is_by_library) and _can_be_read(call)
+    return call.mask.reads_data_as_fast and not call.mask.is_by_library and _can_be_read(call)
 
 
 def _can_be_read(call: Call) -> bool:

@@ -26,15 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.backends.operations import (
-    COMPARISONS,
-    KEEP_VALUES,
-    MAKE_CONSTANTS,
-    UNBOUNDED,
-    Bounds,
-    Trace,
-    follow,
-)
+from flexmasks.backends.operations import COMPARISONS, KEEP_VALUES, MAKE_CONSTANTS, UNBOUNDED, Bounds, Trace, follow
 
 OVERFLOW = "a whole number may not fit the type that kernels compute it in"
 HALF = "it chooses by numbers in half precision, which kernels do not round to"

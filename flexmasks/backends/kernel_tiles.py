@@ -48,7 +48,6 @@ _TF32: _Sizes = {
     (129, 256): _forward(32, 32, 4, 2) | _backward(32, 32, 8, 1),  # 0.83 / 0.93, 0.83 / 0.89 at 256
 }
 
-
 # Tiles that fit into 100 KB of shared memory, the least that GPUs with compute capability 8.0 and above have (8.6, 8.9
 # and 12.x; torch's own tiles for them do not fit), also if a score change reads a number for each pair and learns it.
 # Compiled for 8.6 by Triton 3.6, such kernels take up to 82 KB; no such GPU has run them.

@@ -33,7 +33,6 @@ _VIEW = "its compiler reads tensors wrongly if the function changes them as a wh
 _VECTORS = "its compiler reads some tensors wrongly on GPUs of this kind"
 _INFINITE = "its backward pass is NaN where a hidden factor is infinite, and a factor may be infinite here"
 
-
 _CORRECT = {
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "div", "exp", "exp2", "floor_divide",
     "index", "logical_and", "logical_not", "logical_or", "maximum", "minimum", "mul", "neg", "remainder", "rsub",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.lists import lists_of
+from flexmasks.blocks.lists import lists_of, made_of
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -25,8 +25,7 @@ def for_whole_blocks(block_mask: compat.BlockMask) -> compat.BlockMask:
     Blocks must not be full where tokens end inside them; torch's and this library's never are.
     """
     lengths = tuple(-(-n // size) * size for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
-    arguments: Any = lengths, *lists_of(block_mask), block_mask.BLOCK_SIZE, block_mask.mask_mod
-    return compat.BlockMask(*arguments)
+    return made_of(lengths, lists_of(block_mask), block_mask.BLOCK_SIZE, block_mask.mask_mod)
 
 
 def with_padding(
@@ -53,13 +52,12 @@ def with_padding(
         # Dynamo takes no `cast` of a function.
         return score_mod(score, b, h, i.clamp(max=q_len - 1), j.clamp(max=kv_len - 1))  # type: ignore[misc]
 
-    arguments: Any = block_mask.seq_lengths, *lists_of(block_mask), block_mask.BLOCK_SIZE, visible
     out, lse = attend(
         _longer(q, more_q),
         _longer(k, more_kv),
         _longer(v, more_kv),
         None if score_mod is None else changed,
-        compat.BlockMask(*arguments),
+        made_of(block_mask.seq_lengths, lists_of(block_mask), block_mask.BLOCK_SIZE, visible),
         *others,
     )
     return _shorter(out, q_len), None if lse is None else lse[:, :, :q_len].contiguous()

@@ -79,14 +79,14 @@ class GpuShortReplay(ShortReplay):
 
     @classmethod
     def of(cls, call: Call) -> GpuShortReplay:
-        spanned = cast(MaskPlan, call.mask).spanned
+        visible, *spans = cast(MaskPlan, call.mask).spanned
         bias, line, summand = None, None, None
         if call.score is not None and (call.learns or call.score.is_bias):
             summand = cast(ScorePlan, call.score).summand()
         elif call.score is not None:
             bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
         scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-        common = spanned.visible, bias, scale, call.with_lse, call.needs_grad, spanned.spans, line
+        common = visible, bias, scale, call.with_lse, call.needs_grad, (spans[0], spans[1]), line
         return cls(*common, summand=summand)
 
     @property

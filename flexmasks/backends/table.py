@@ -13,26 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import (
-    decode,
-    fa4,
-    fa4_package,
-    flex,
-    flex_flash,
-    forms,
-    reference,
-    sdpa,
-    short,
-    short_cpu,
-)
-from flexmasks.backends.call import (
-    Call,
-    Refused,
-    Result,
-    Unavailable,
-    first_line,
-    must_be_deterministic,
-)
+from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, short_cpu
+from flexmasks.backends.call import Call, Refused, Result, Unavailable, first_line, must_be_deterministic
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
@@ -58,9 +40,7 @@ class Backend:
     refuses: Callable[[Call], str | None]  # why it cannot run a call, or None
     run: Callable[[Call], Result]
     adds_in_any_order: Callable[[Call], str | None] = lambda call: None  # what it sums in changing order, or None
-    compiles: Callable[[Call], str] = lambda call: (
-        "no: it runs without compiling"
-    )  # whether a call would compile, in words
+    compiles: Callable[[Call], str] = lambda call: "no: it runs without compiling"  # whether it would, in words
     recompiles_on: str = ""  # changes that make it compile again
     why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
     blocks: Callable[[Call], Blocks] = lambda call: call.mask.blocks()  # blocks of the size that its kernel takes

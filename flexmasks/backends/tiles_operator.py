@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
+from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
@@ -65,8 +65,7 @@ class Described(NamedTuple):
         block_size = block_size_for(size)
         kind = SizedMask(cast(Mask, decode("mask", encoded)), q_offset, size, False, block_size)
         indices = plan_bounds(kind).layout.indices
-        arguments: Any = ((size.q_len, size.kv_len), *indices, block_size, self.mask_mod(q, k))
-        return Visible.of(compat.BlockMask(*arguments))
+        return Visible.of(made_of((size.q_len, size.kv_len), indices, block_size, self.mask_mod(q, k)))
 
     def score_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
         """Return the score's function for queries and keys, or None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.blocks.lists import flat_nonzero, index_lists
+from flexmasks.blocks.lists import flat_nonzero, index_lists, made_of
 from flexmasks.blocks.undecided import look_at
 from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
@@ -39,8 +39,7 @@ class Layout:
     unknown_pairs: int = 0  # in them
 
     def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
-        lengths: Any = (self.q_len, self.kv_len)
-        return compat.BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
+        return made_of((self.q_len, self.kv_len), self.indices, self.block_size, mask_mod)
 
 
 def build(

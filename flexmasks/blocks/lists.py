@@ -52,8 +52,12 @@ def as_kernels_read(block_mask: compat.BlockMask) -> compat.BlockMask:
     if all(x is None or x.is_contiguous() for x in tensors):
         return block_mask
     lists = [None if x is None else x.contiguous() for x in tensors]
-    arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, block_mask.mask_mod)
-    return compat.BlockMask(*arguments)
+    return made_of(block_mask.seq_lengths, lists, block_mask.BLOCK_SIZE, block_mask.mask_mod)
+
+
+def made_of(lengths: Any, lists: Any, block_size: Any, mask_mod: Any) -> compat.BlockMask:
+    """A BlockMask of lists in the order of its arguments."""
+    return compat.BlockMask(*(lengths, *lists, block_size, mask_mod))
 
 
 def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
@@ -76,8 +80,7 @@ def in_full_width(block_mask: compat.BlockMask) -> compat.BlockMask:
         if indices is not None:
             indices = torch.nn.functional.pad(indices, (0, width - indices.shape[-1]))
         tensors += [getattr(block_mask, f"{name}_num_blocks"), indices]
-    arguments: Any = (block_mask.seq_lengths, *tensors, block_mask.BLOCK_SIZE, block_mask.mask_mod)
-    return compat.BlockMask(*arguments)
+    return made_of(block_mask.seq_lengths, tensors, block_mask.BLOCK_SIZE, block_mask.mask_mod)
 
 
 def in_use(counts: Tensor, indices: Tensor) -> Tensor:

@@ -3,16 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.masks.natten import (
-    Order,
-    Pixels,
-    Words,
-    are_words_faster,
-    pixels_of,
-    place,
-    seen_by_words,
-    words_of,
-)
+from flexmasks.masks.natten import Order, Pixels, Words, are_words_faster, pixels_of, place, seen_by_words, words_of
 from flexmasks.spec import Size, check_canvas, pair, register_mask
 
 Sides = tuple[int, int]  # of rows and columns

@@ -14,7 +14,7 @@ from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Opaque, flatten, replaced
+from flexmasks.spec.structure import Opaque, flatten, replaced, tensors_of
 from flexmasks.spec.values import Mask, Modifier
 
 
@@ -118,11 +118,6 @@ class RecordedPlan:
         return made
 
 
-def tensors_in(resolved: Any) -> list[Tensor]:
-    """The tensors in what `Mask.resolve` or `Score.resolve` returned, wherever it holds them."""
-    return flatten(resolved)[1].all_tensors
-
-
 def can_be_filled(resolved: Any) -> bool:
     """Whether a copy of what `resolve` returned can hold other tensors."""
     structure, leaves = flatten(resolved)
@@ -131,4 +126,4 @@ def can_be_filled(resolved: Any) -> bool:
 
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
     """Whether a function for kernels alone reads tensors, given what `resolve` returned."""
-    return value.has_other_function() and bool(tensors_in(resolved))
+    return value.has_other_function() and bool(tensors_of(resolved))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
 from flexmasks.blocks.elements import coordinates_of, places_of
-from flexmasks.blocks.lists import grid, in_use, lists_of
+from flexmasks.blocks.lists import grid, in_use, lists_of, made_of
 from flexmasks.spec.indexing import bounded
 
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
@@ -56,8 +55,7 @@ class MaskData:
 
     def block_mask(self, for_flash: bool = False) -> compat.BlockMask:
         mask_mod = (_divided if for_flash else reading_bits)(self.words, self.table, self.block_size)
-        arguments: Any = (self.lengths, *self.lists, self.block_size, mask_mod)
-        return compat.BlockMask(*arguments)
+        return made_of(self.lengths, self.lists, self.block_size, mask_mod)
 
 
 def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | None = None) -> MaskData:

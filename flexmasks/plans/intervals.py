@@ -5,7 +5,6 @@ Nothing is computed for such a mask of a few queries: kernels read where queries
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,7 +44,7 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     """
     bands: list[Band] = []
     lens: Tensor | None = None
-    for part in _parts(mask):
+    for part in mask.params["masks"] if mask.definition is AND else (mask,):
         if part.definition.by_library and part.name == "padding":
             given = part.checked(size)["seq_lens"]
             if lens is not None or given is not part.params["seq_lens"]:
@@ -60,12 +59,3 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     if band is None or (band.left is not None and band.right is not None and band.left + band.right < 0):
         return None
     return Intervals(band.left, band.right, offset, lens)
-
-
-def _parts(mask: Mask) -> Iterator[Mask]:
-    """The masks of which all must show a pair."""
-    if mask.definition is not AND:
-        yield mask
-        return
-    for inner in mask.params["masks"]:
-        yield from _parts(inner)

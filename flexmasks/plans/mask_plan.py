@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, can_be_bits
 from flexmasks.blocks.build import Layout, build
 from flexmasks.blocks.counts import Blocks
-from flexmasks.blocks.lists import lists_of
+from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import (
@@ -28,20 +28,12 @@ from flexmasks.plans.bounds import (
     can_be_filled,
     plan_bounds,
     reads_made_tensors,
-    tensors_in,
     unread,
 )
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.plan import (
-    PROGRAMS,
-    Kind,
-    Plan,
-    Prepared,
-    cannot_record,
-    with_contiguous_tensors,
-)
+from flexmasks.plans.plan import PROGRAMS, Kind, Plan, Prepared, cannot_record, with_contiguous_tensors
 from flexmasks.plans.recorded import Form, memory_of_graph
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.plans.sizes import BLOCK_SIZE, is_capturing, sized
@@ -50,7 +42,7 @@ from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.leaves import Number
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Opaque, flatten
+from flexmasks.spec.structure import Opaque, flatten, tensors_of
 from flexmasks.spec.values import Mask
 
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
@@ -288,7 +280,7 @@ class MaskPlan(Plan):
         if self.inputs and not can_be_filled(prepared.resolved):
             raise Opaque("tensors inside objects")
         program = None if prepared.recorded is None else prepared.recorded.make
-        return Form([*prepared.layout.indices, *tensors_in(prepared.resolved)], self.inputs, program, plan.spread)
+        return Form([*prepared.layout.indices, *tensors_of(prepared.resolved)], self.inputs, program, plan.spread)
 
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
@@ -410,8 +402,8 @@ class GivenPlan:
             with contextlib.suppress(Opaque):
                 lists = [None if t is None else aliases.of(t) for t in lists_of(block_mask)]
                 mask_mod = structure.fill([aliases.of(t) for t in leaves.tensors])
-                arguments: Any = (block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, mask_mod)
-                self._block_mask, self.holds_aliases = compat.BlockMask(*arguments), True
+                self._block_mask = made_of(block_mask.seq_lengths, lists, block_mask.BLOCK_SIZE, mask_mod)
+                self.holds_aliases = True
                 return
         mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
         if mask_mod is not block_mask.mask_mod:
@@ -455,7 +447,7 @@ def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
     found, needed = (int(p.layout.indices[0].sum() + p.layout.indices[2].sum()) for p in (bounds, exact))
     if found > _MAX_WIDTH * needed:
         return f"bounds have {found} blocks, {needed} are needed"
-    size, least = (sum(t.nbytes for t in tensors_in(p.resolved)) for p in (bounds, exact))
+    size, least = (sum(t.nbytes for t in tensors_of(p.resolved)) for p in (bounds, exact))
     if size > max(_MAX_TABLES * least, _SMALL_TABLES):
         return f"tables for any values take {size} bytes, {least} are needed"
     return ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.cache import ENTRY, FACT, KINDS, Part
 from flexmasks.errors import passing_error
-from flexmasks.plans.bounds import tensors_in, unread
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
@@ -30,13 +30,7 @@ from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.leaves import MAX_COMPILED_VALUES, Leaves, Number, SeenValues
 from flexmasks.spec.parameters import Size, is_dense
-from flexmasks.spec.structure import (
-    Opaque,
-    Structure,
-    flatten,
-    replaced,
-    with_tensors,
-)
+from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of, with_tensors
 from flexmasks.spec.values import Modifier, Spread
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
@@ -54,7 +48,7 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        return ENTRY + sum(t.nbytes for t in tensors_in(self.resolved))
+        return ENTRY + sum(t.nbytes for t in tensors_of(self.resolved))
 
 
 @dataclass
@@ -210,7 +204,7 @@ class Plan:
             if capturing:  # the CUDA graph's own memory, which holds nothing before the graph runs
                 return prepared
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
-            learned = isinstance(prepared, Prepared) and bool(tensors_in(prepared.resolved))
+            learned = isinstance(prepared, Prepared) and bool(tensors_of(prepared.resolved))
             if not (learned and any(t.requires_grad for t in tensors)):
                 cache.put(key, tensors, prepared, prepared.nbytes)
         return prepared
@@ -320,9 +314,7 @@ def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
 
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Leave the transforms of torch.func, so that results may be cached, unless one of `tensors` belongs to one."""
-    if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
-        return contextlib.nullcontext()
-    return compat.outside_transforms()
+    return contextlib.nullcontext() if any(map(compat.is_wrapped, tensors)) else compat.outside_transforms()
 
 
 def cannot_record(error: Exception) -> str:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.graphs import Flat
 from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.score_plan import is_bias
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.bands import cap_of
-from flexmasks.spec.encoding import encode, is_readable
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -167,7 +165,3 @@ def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: 
         batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
         ends_among_keys=ends_among_keys,
     )  # fmt: skip
-
-
-def encode_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
-    return UNKNOWN if score is None or not is_readable(score) else encode(score, device)

@@ -46,10 +46,6 @@ class Spanned(NamedTuple):
     query_spans: Tensor
 
     @property
-    def spans(self) -> tuple[Tensor, Tensor]:
-        return self.key_spans, self.query_spans
-
-    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self)
 

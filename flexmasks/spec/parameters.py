@@ -339,22 +339,13 @@ def listed(value: Any, device: torch.device | None) -> Any:
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not while torch traces, under torch.vmap, or without memory."""
-    if compat.is_compiling():
-        return False
-    while compat.is_wrapped(tensor):
-        if compat.is_batched(tensor):
-            return False
-        tensor = compat.unwrapped(tensor)
-    return not (tensor.is_meta or isinstance(tensor, compat.FakeTensor))
+    plain = None if compat.is_compiling() else compat.without_wrappers(tensor)
+    return plain is not None and not (plain.is_meta or isinstance(plain, compat.FakeTensor))
 
 
 def is_of_vmap(tensor: Tensor) -> bool:
     """Whether torch.vmap hides a dimension of a tensor."""
-    while compat.is_wrapped(tensor):
-        if compat.is_batched(tensor):
-            return True
-        tensor = compat.unwrapped(tensor)
-    return False
+    return compat.without_wrappers(tensor) is None
 
 
 def is_dense(tensor: Tensor) -> bool:

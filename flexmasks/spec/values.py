@@ -20,17 +20,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.spec.aliases import in_one_piece
-from flexmasks.spec.definitions import (
-    AND,
-    CHAIN,
-    FUNCTIONS,
-    NOT,
-    OR,
-    Definition,
-    check_names,
-    define,
-    definition,
-)
+from flexmasks.spec.definitions import AND, CHAIN, FUNCTIONS, NOT, OR, Definition, check_names, define, definition
 from flexmasks.spec.parameters import Size, check_returned, describe, freeze, hashable, how_to_move, implied_size, same
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.resolved import Absent, Given, ResolvedInner
@@ -297,15 +287,11 @@ class Modifier(Readable):
         known = self._bound.get(device)
         if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
-        state = self._state()
+        state = () if all(m.definition.prepare is None for m in self.inside()) else state_of(self, [])
         if known is None or state is None or known[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 known = self._bound[device] = state, self.bind(self.resolve(None, device=device))
         return known[1]
-
-    def _state(self) -> Hashable | None:
-        """The state of everything that a preparation depends on, or None if it cannot be known."""
-        return () if all(m.definition.prepare is None for m in self.inside()) else state_of(self, [])
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same mask or score with the tensors among its parameters on a device.
