@@ -261,7 +261,8 @@ def clear_caches() -> None:
 
 
 def _contents(tensor: Tensor) -> bytes:
-    contents: bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    own = tensor.detach().clone()  # a tensor shared with NumPy can never be resized, as FSDP2 does
+    contents: bytes = own.reshape(-1).view(torch.uint8).numpy().tobytes()
     return contents
 
 

@@ -41,7 +41,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask
+from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask, shown_by
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
@@ -316,7 +316,7 @@ def _in_plain_operations(
     q_offset = cast(int | Tensor, request.q_offset)
     score_mod = None if score is None else shifted_score(score.bind(score.resolve(size)), q_offset)
     if request.block_mask is not None:
-        mask_mod = request.block_mask.mask_mod
+        mask_mod = shown_by(request.block_mask)
     else:
         mask_mod = shifted_mask(cast(Mask, mask).bind(cast(Mask, mask).resolve(size)), q_offset)
     out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)

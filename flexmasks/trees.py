@@ -171,12 +171,12 @@ class TreeBatch:
         of_last, shared = torch.cat(full)[:, -1].unique(return_inverse=True)
         counts = [-(-(len(p) + room) // page_size) for p in paths]
         start = len(of_last)
-        table = torch.full((len(paths), max(counts)), -1, dtype=torch.int32)
+        table = torch.full((len(paths), max(counts)), -1, dtype=torch.int32, device="cpu")
         filled = torch.full((start + sum(counts) - len(shared), page_size), -1, device=device)
         filled[shared] = torch.cat(full)
         for n, ids in enumerate(shared.cpu().split([len(f) for f in full])):
             end = start + counts[n] - len(ids)
-            table[n, : counts[n]] = torch.cat([ids, torch.arange(start, end)])
+            table[n, : counts[n]] = torch.cat([ids, torch.arange(start, end, device="cpu")])
             rest = paths[n][len(ids) * page_size :]
             filled[start : start + 1, : len(rest)] = rest
             start = end

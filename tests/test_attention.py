@@ -47,6 +47,8 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
+from flexmasks import trees
+from flexmasks.backends import short_cpu
 from flexmasks.backends.call import Unavailable, proven
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
@@ -1195,6 +1197,28 @@ def test_a_default_device_elsewhere_changes_nothing() -> None:
     with torch.device("meta"):
         got = flexmasks.attention(q, k, v, mask="natten", height=5, width=8, kernel=3, backend="reference")
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("way", ["auto", "short", "decode", "reference", "blocks as data", "pages of trees"])
+def test_every_way_runs_under_a_default_device_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)  # type: ignore[attr-defined] # small calls
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=torch.arange(64) // 20)
+    if way == "blocks as data":
+        call = lambda: flexmasks.block_mask(mask, 64, block_size=64, as_data=True, device="cpu").to_dense()  # noqa: E731
+    elif way == "pages of trees":
+        batch = trees.pack([[5, 6, 7], [5, 6, 8, 9]])
+        call = lambda: batch.pages(2, room=1).page_table  # noqa: E731
+    else:
+        q = q[:, :, -2:] if way == "decode" else q
+        call = lambda: flexmasks.attention(q, k, v, mask=mask, q_offset="last", backend=way)  # noqa: E731
+    want = call()
+    flexmasks.clear_caches()
+    with torch.device("meta"):
+        got = call()
+    assert torch.equal(got, want)
+    if way == "auto":
+        assert "it failed before" not in str(flexmasks.explain(q, k, v, mask=mask, q_offset="last"))
 
 
 # Without C++ such kernels are counted in test_kernel_counts.py.

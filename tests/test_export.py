@@ -17,6 +17,7 @@ from helpers import in_campaigns, one_in
 from torch import Tensor
 from torch._export.serde.serialize import SerializeError
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
 from flexmasks import get_mask
@@ -385,6 +386,27 @@ def test_programs_for_onnx_hold_plain_operations(name: str, monkeypatch: pytest.
     assert called
     assert not [name for name in called if "flex" in name]
     check_program(program, model, *inputs())
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_programs_for_onnx_see_given_blocks(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the listed blocks are seen, of full ones all pairs."""
+    count, columns = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[1, 0], [1, 0]]]], dtype=torch.int32)
+    lists = (count * 0, columns, count, columns) if is_full else (count, columns)
+    function = (lambda b, h, q, kv: kv < 0) if is_full else (lambda b, h, q, kv: kv != 200)
+    made: Any = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=function, seq_lengths=(256, 256))
+    q, k, v = torch.randn(3, 1, 1, 256, 16)
+    visible = (torch.arange(256) >= 128) & (is_full | (torch.arange(256) != 200))
+
+    class InBlocks(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = flexmasks.attention(q, k, v, block_mask=made)
+            return out
+
+    monkeypatch.setattr("torch.onnx.is_in_onnx_export", lambda: True)
+    program = torch.export.export(InBlocks(), (q, k, v), strict=False)
+    monkeypatch.undo()
+    torch.testing.assert_close(program.module()(q, k, v), F.scaled_dot_product_attention(q, k, v, visible[None]))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -446,6 +446,32 @@ def test_greatest_scores_of_attention(form: str, device: str) -> None:
     assert torch.equal(alone, greatest)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_greatest_scores_in_given_blocks(is_full: bool, device: str) -> None:
+    """Blocks that are not listed hide their pairs, and full ones show all, whatever the mask's function says."""
+    q, k, v = torch.randn(3, 2, 2, 256, 64, device=device)
+    columns = torch.tensor([[1], [0]]), torch.tensor([[0], [1]])  # of each row of blocks, by batch element
+    listed = torch.stack([torch.cat([c, 1 - c], 1) for c in columns])[:, None].to(device, torch.int32)
+    ones = torch.ones(2, 1, 2, dtype=torch.int32, device=device)
+    lists = (ones * 0, listed, ones, listed) if is_full else (ones, listed)
+    function = (lambda b, h, q, kv: kv < 0) if is_full else (lambda b, h, q, kv: kv % 3 > 0)
+    made: Any = of_torch.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=function, seq_lengths=(256, 256))
+    visible = torch.zeros(2, 1, 256, 256, dtype=torch.bool, device=device)
+    for b, column in enumerate(columns):
+        for row in range(2):
+            start = int(column[row]) * 128
+            visible[b, 0, row * 128 : row * 128 + 128, start : start + 128] = True
+    visible &= torch.ones_like(visible) if is_full else (torch.arange(256, device=device) % 3 > 0)
+    want, want_lse, most = _formula(q, k, v, None, visible)
+    for call in ({"mask": made}, {"block_mask": made}):
+        out, lse, greatest = flexmasks.attention(q, k, v, return_lse=True, return_max=True, **call)
+        bound = 2e-2 if device == "cuda" else 2e-5  # kernels for GPUs may multiply in TF32
+        assert _error(out, want) < bound
+        assert _error(lse, want_lse) < 5 * bound
+        assert _error(greatest, most) < 5 * bound
+
+
 def test_errors_name_the_call() -> None:
     q = torch.randn(1, 2, 4, 8)
     for arguments, message in (

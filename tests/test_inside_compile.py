@@ -813,6 +813,22 @@ def test_users_functions(name: str) -> None:
     check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_FUNCTIONS[name]), *leaves())
 
 
+def _annotated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, ids: Tensor, window: int = 30) -> Tensor:
+    return (ids[b, q] == ids[b, kv]) & ((q - kv).abs() <= window)
+
+
+def _annotated_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, cap: float = 2.0) -> Tensor:
+    return cap * torch.tanh(s / cap)
+
+
+def test_functions_with_annotated_parameters() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask=_annotated, score=_annotated_score, ids=ids)
+
+    q, k, v = leaves()
+    check(call, q, k, v, torch.arange(q.shape[2]).expand(q.shape[0], -1) // 40)
+
+
 def test_offsets_in_a_tensor() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         return flexmasks.attention(q[:, :, :20], k, v, mask="causal", q_offset=starts)

@@ -200,7 +200,8 @@ def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:
-    return [torch.arange(*n) for n in ((batch.start, batch.stop), (0, heads), (0, q_len), (keys.start, keys.stop))]
+    runs = (batch.start, batch.stop), (0, heads), (0, q_len), (keys.start, keys.stop)
+    return [torch.arange(*run, device="cpu") for run in runs]
 
 
 def _of_part(x: Tensor, part: _Part) -> Tensor:

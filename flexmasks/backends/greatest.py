@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.lists import shown_by
 
 _MAX_SCORES = 1 << 24  # scores held at once
 
@@ -28,7 +29,7 @@ def greatest_scores(
     """
     with torch.no_grad():
         if not q.is_cuda:
-            mask_mod = noop_mask if block_mask is None else block_mask.mask_mod
+            mask_mod = noop_mask if block_mask is None else shown_by(block_mask)
             return _by_slices(q, k, score_mod, mask_mod, scale)
         attend = compiled_flex_attention()
         q, k = q.detach(), k.detach().to(q.dtype).expand(q.shape[0], -1, -1, -1)

@@ -359,7 +359,7 @@ def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
 
 def _holds(number: float, dtype: torch.dtype) -> bool:
     """Return whether comparing with a number is the same in a dtype's precision."""
-    return dtype == torch.float32 or float(torch.tensor(number, dtype=dtype)) == float(number)
+    return dtype == torch.float32 or float(torch.tensor(number, dtype=dtype, device="cpu")) == float(number)
 
 
 def _converts_exactly(source: torch.dtype, target: torch.dtype, bounds: Bounds) -> bool:

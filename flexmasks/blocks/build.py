@@ -99,7 +99,7 @@ def _find(decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_
     compact = decided.certain.shape
     count = int((decided.possible ^ decided.certain).count_nonzero())
     words: Tensor | None = None
-    undecided = torch.zeros(0, dtype=torch.int64)
+    undecided = torch.zeros(0, dtype=torch.int64, device="cpu")
     if with_bits and are_few(count, (rows.block_size, columns.block_size)):
         undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
         words = words_of(elements, coordinates_of(undecided, compact).to(elements.device), rows, columns)

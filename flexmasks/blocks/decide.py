@@ -35,7 +35,7 @@ class Axis:
 
     def sizes(self) -> Tensor:
         """The numbers of positions in the blocks, float64."""
-        first = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64)
+        first = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device="cpu")
         return (self.length - first).clamp(max=self.block_size)
 
     def blocks(self, start: int, count: int) -> Axis:

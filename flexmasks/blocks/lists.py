@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,19 @@ def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
     return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+
+
+def shown_by(block_mask: compat.BlockMask) -> Callable[..., Tensor]:
+    """A function of the pairs that blocks show: all of full ones, and of partial ones those that the mask shows."""
+    partial, full = of_block_mask(block_mask)
+    (height, width), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
+    has_batch, has_heads = (n > 1 for n in partial.shape[:2])
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = b if has_batch else 0, h if has_heads else 0, q // height, kv // width
+        return full[place] | (partial[place] & mask_mod(b, h, q, kv))
+
+    return visible
 
 
 def are_narrow(block_mask: compat.BlockMask) -> bool:

@@ -125,7 +125,9 @@ def _distinct_words(
     """The different blocks' words, each block's number, and how many differ."""
     height, width = block_size
     bytes_of_block = height * width // 8
-    weights = torch.randint(-(1 << 62), 1 << 62, (height * width // BITS,), generator=torch.Generator().manual_seed(0))
+    weights = torch.randint(
+        -(1 << 62), 1 << 62, (height * width // BITS,), generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     weights = (weights | 1).to(device)
     parts: list[Tensor] = []
     numbers: list[Tensor] = []

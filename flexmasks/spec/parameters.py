@@ -250,16 +250,11 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not signature:
         return {}
-    hints = _hints_of(function.func if isinstance(function, functools.partial) else function)
+    specs = dict(_specs_of(function.func if isinstance(function, functools.partial) else function))
     parameters: dict[str, Parameter] = {}
     sizes = set("BHQS") | {"KV"}  # names of sizes that bounds may use
     for p in signature:
-        hint = hints.get(p.name)
-        spec = ""
-        if get_origin(hint) is Annotated:
-            spec = next((m for m in get_args(hint)[1:] if isinstance(m, str)), "")
-        elif hint in _SPEC_OF_TYPE:
-            spec = _SPEC_OF_TYPE[hint]
+        spec = specs.get(p.name, "")
         parameters[p.name] = Parameter(
             name=p.name,
             spec=spec,
@@ -278,8 +273,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     return parameters
 
 
-def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function that can be evaluated; others name what only a type checker imports."""
+@compat.constant_in_graphs
+def _specs_of(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    """Return the names of a function's parameters with the specifications in their annotations.
+
+    Annotations that cannot be evaluated name what only a type checker imports.
+    """
     names = getattr(inspect.unwrap(function), "__globals__", {})
     hints: dict[str, Any] = {}
     for name, written in (getattr(function, "__annotations__", None) or {}).items():
@@ -292,7 +291,13 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
                 if "Annotated" not in written:
                     advice = f"write Annotated[Tensor, {written.strip(_QUOTES)!r}]"
                 raise TypeError(f"flexmasks: the annotation {written} of `{name}` cannot be read; {advice}.") from error
-    return hints
+    specs = {}
+    for name, hint in hints.items():
+        if get_origin(hint) is Annotated:
+            specs[name] = next((m for m in get_args(hint)[1:] if isinstance(m, str)), "")
+        elif hint in _SPEC_OF_TYPE:
+            specs[name] = _SPEC_OF_TYPE[hint]
+    return tuple(specs.items())
 
 
 def freeze(value: Any) -> Any:

@@ -154,8 +154,8 @@ class CountedMask:
         if len(spans) > _MOST_SPANS:
             spans = [(0, self.length)]
         columns = -(-self.length // self.block_size)
-        seen = torch.zeros(len(parts), columns, dtype=torch.bool)
-        blocks = torch.zeros(len(parts), 1, dtype=torch.int64)
+        seen = torch.zeros(len(parts), columns, dtype=torch.bool, device="cpu")
+        blocks = torch.zeros(len(parts), 1, dtype=torch.int64, device="cpu")
         at = 0
         for first, visible in self.strips(spans):
             copies = self.size.batch // visible.shape[0]
