@@ -292,6 +292,58 @@ def test_tensors_of_global_variables_are_read_at_each_call(held: str, is_first_l
         assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype]
 
 
+_WINDOW = 5
+
+
+def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None], bool]]:
+    """Masks of a window that changes: the function, what changes it, and whether plans see changes."""
+    window, listed = 5, [5]
+
+    def change(n: int) -> None:
+        nonlocal window
+        window = n
+
+    def with_default(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: int = 5) -> Tensor:
+        return (q - kv).abs() <= n
+
+    return {
+        "closure": (lambda b, h, q, kv: (q - kv).abs() <= window, change, False),
+        "list": (lambda b, h, q, kv: (q - kv).abs() <= listed[0], lambda n: listed.__setitem__(0, n), False),
+        "default": (with_default, lambda n: setattr(with_default, "__defaults__", (n,)), False),
+        "global": (lambda b, h, q, kv: (q - kv).abs() <= _WINDOW, lambda n: globals().update(_WINDOW=n), True),
+    }
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize("name", _variables())
+def test_all_calls_of_a_plan_have_the_same_numbers(name: str, kind: str, backend: str) -> None:
+    """A plan keeps the numbers that its functions captured, and reads global ones at each call."""
+    mask, change, sees_changes = _variables()[name]
+    change(5)
+    call: dict[str, Any] = {"mask": mask}
+    if kind == "score":
+        call = {"mask": "full", "score": lambda s, b, h, q, kv: s + mask(b, h, q, kv).float()}
+    if name == "global":  # read by the planned function itself
+        call = (
+            call
+            if kind == "mask"
+            else {"mask": "full", "score": lambda s, b, h, q, kv: s + ((q - kv).abs() <= _WINDOW)}
+        )
+    plan = flexmasks.plan(q_len=LENGTH, **call)
+    distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    for step, window in enumerate((5, 20, 9)):
+        change(window)
+        visible = distances <= (window if sees_changes else 5)
+        for learns in (False, True)[: 1 + (step > 0)]:  # the first call that learns comes after a change
+            tensors = qkv(requires_grad=learns)
+            out = flexmasks.attention(*tensors, mask=plan, backend=backend)
+            bias = visible.float() if kind == "score" else 0.0
+            seen = torch.ones_like(visible) if kind == "score" else visible
+            assert error(out, expected(tensors, seen, bias)[0]) < TOLERANCE[out.dtype]
+    change(5)
+
+
 def test_plans_are_copied_pickled_and_shown() -> None:
     ids = drawn_ids("cpu", 0)
     plan = flexmasks.plan(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
