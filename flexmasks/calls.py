@@ -1,9 +1,9 @@
 """The road of a call, from the arguments of `attention` to a backend.
 
 A call that was made before, with the same functions, parameters, shapes and tensors, is replayed from a cache. Any
-other call is checked and planned, and its backend is chosen. Calls under autocast, with jagged nested tensors, varlen
-layouts, paged caches or attention sinks are first turned into plain calls. A call inside a user's own torch.compile
-goes to `flexmasks.inside_compile`.
+other call is checked and planned, and its backend is chosen. Calls under autocast, with jagged nested tensors or
+attention sinks are first turned into plain calls. A call inside a user's own torch.compile goes to
+`flexmasks.inside_compile`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call of dense tensors, outside autocast."""
-    k, v = _for_each_batch_element(q, k, v)
+    q, k, v = _as_kernels_read(q, k, v)
     if not compat.is_compiling():
         return _run_eagerly(q, k, v, request)
     request = without_plan(q, k, request)
@@ -115,13 +115,19 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
     return with_sinks_of(inside_compile.run(q, k, v, request), sinks)
 
 
-def _for_each_batch_element(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v for all batch elements of q, without a copy; those of one batch element are for all."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return k, v
-    if q.ndim == k.ndim == v.ndim == _DIMS and k.shape[0] == v.shape[0] == 1 != q.shape[0]:
-        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
-    return k, v
+def _as_kernels_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v for all batch elements of q, without a copy; those of one batch element are for all.
+
+    Queries that lie one element apart, as `unfold` makes them of a signal, are copied: products on a CPU read them as
+    if they were transposed.
+    """
+    if not all(isinstance(x, Tensor) and x.ndim == _DIMS and x.layout == torch.strided for x in (q, k, v)):
+        return q, k, v
+    if k.shape[0] == v.shape[0] == 1 != q.shape[0]:
+        k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    if not q.is_cuda and q.stride(2) == q.stride(3) == 1 < q.shape[3]:
+        q = q.contiguous()
+    return q, k, v
 
 
 def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: CanvasTiles, own: Request) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +148,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     with under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = laid_end_to_end(q, k, v, request)
-        k, v = _for_each_batch_element(q, k, v)
+        q, k, v = _as_kernels_read(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
         found = tiles_for(q, k, v, request)
@@ -208,7 +214,7 @@ def _replayed_or_planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> t
 def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     """Return the greatest score of each query of a call, [B, H, Q]."""
     with under_autocast(q, k, v) as (q, k, v):
-        return greatest_of(q, *_for_each_batch_element(q, k, v), without_plan(q, k, request))
+        return greatest_of(*_as_kernels_read(q, k, v), without_plan(q, k, request))
 
 
 def _run_given(

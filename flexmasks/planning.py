@@ -56,7 +56,7 @@ class Plan(HeldPlan):
 
     @property
     def sparsity(self) -> float:
-        """The fraction of blocks that are skipped, from 0.0 to 1.0."""
+        """The share of pairs in empty blocks, which are skipped, from 0.0 to 1.0."""
         return self.blocks.sparsity
 
     def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Explanation:

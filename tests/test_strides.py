@@ -180,6 +180,24 @@ def test_changes_of_views_are_noticed(learns: bool, monkeypatch: pytest.MonkeyPa
     assert not _warnings(caplog)
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("learns", [False, True])
+def test_tokens_that_overlap_in_memory(learns: bool, backend: str) -> None:
+    """Windows of a signal, a step apart that is smaller than a head, and one token expanded over the length."""
+    for (q_len, kv_len), step, which in itertools.product([(5, 70), (40, 70), (64, 64)], (0, 1, 3), "qkv"):
+        lengths = {"q": q_len, "k": kv_len, "v": kv_len}
+        tensors = {n: torch.randn(1, 2, length, 8) for n, length in lengths.items()}
+        if step:
+            signal = torch.randn(1, 2, lengths[which] * step + 8)
+            tensors[which] = signal.unfold(2, 8, step)[:, :, : lengths[which]]
+        else:
+            tensors[which] = torch.randn(1, 2, 1, 8).expand(-1, -1, lengths[which], -1)
+        q, k, v = tensors.values()
+        wanted = scaled_dot_product_attention(*(x.double().contiguous() for x in (q, k, v)))
+        out = flexmasks.attention(q.detach().requires_grad_(learns), k, v, q_offset=0, backend=backend)
+        assert error(out, wanted) < 1e-5
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_gradients_reach_what_a_view_is_of(backend: str) -> None:
     q, k, v = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))

@@ -4,8 +4,8 @@ Inside a user's torch.compile a mask's function must be called on ranges, which 
 behind torch's back, by plain Python, and what it captured must reach it as inputs of the user's graph: a graph that
 kept the tensors themselves would see old values at its next run.
 
-`captured_of` is asked outside, where a function can be looked into. It returns plain functions that torch can trace,
-and that return what the function captured. `noted` puts the function's structure into a table and returns its name
+`captured_of` is asked outside, where a function can be looked into. It returns the functions and the ways to what they
+captured, which `read` goes inside the graph. `noted` puts the function's structure into a table and returns its name
 there. `made` fills it with captured values.
 """
 
