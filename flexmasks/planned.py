@@ -206,7 +206,7 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
         if not is_jagged or (not compat.is_compiling() and isinstance(x.shape[2], int)):
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
-                f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`.",
+                f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`."
             )
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")

@@ -23,14 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None)
 
 
 def backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    added: Tensor,
-    scale: float | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, added: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `forward`."""
     gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)

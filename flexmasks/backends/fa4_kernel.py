@@ -39,13 +39,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        arguments: dict[str, Any],
-        cap: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict[str, Any], cap: float | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = forward(q, k, v, arguments, cap, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)

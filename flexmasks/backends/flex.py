@@ -50,12 +50,7 @@ _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
 
 
 def options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backend: str | None,
-    given: dict[str, Any] | None,
-    block_size: tuple[int, int],
+    q: Tensor, k: Tensor, v: Tensor, backend: str | None, given: dict[str, Any] | None, block_size: tuple[int, int]
 ) -> dict[str, Any]:
     """Return the kernel_options of a call: the user's, torch's `backend` name, and tiles for torch's Triton kernels."""
     chosen = dict(given or {})
@@ -132,11 +127,7 @@ class FlexReplay(Replay):
 
     @classmethod
     def of(
-        cls,
-        call: Call,
-        backend: str | None,
-        more_options: dict[str, Any] | None = None,
-        as_data: bool | None = None,
+        cls, call: Call, backend: str | None, more_options: dict[str, Any] | None = None, as_data: bool | None = None
     ) -> FlexReplay:
         """Return a call for torch's `backend` name, with `more_options` besides its kernel options.
 

@@ -83,12 +83,7 @@ class Tiles:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        score_mod: Callable[..., Tensor] | None,
-        visible: Visible,
-        scale: float | None,
+        self, q: Tensor, k: Tensor, score_mod: Callable[..., Tensor] | None, visible: Visible, scale: float | None
     ) -> None:
         self._batch, self._heads, self._q_len, size = q.shape
         self._kv_heads, self._kv_len = k.shape[1:3]

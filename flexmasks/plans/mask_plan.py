@@ -22,14 +22,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
-from flexmasks.plans.bounds import (
-    RecordedPlan,
-    SizedMask,
-    can_be_filled,
-    plan_bounds,
-    reads_made_tensors,
-    unread,
-)
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, can_be_filled, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming

@@ -185,11 +185,7 @@ class Plan:
             self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
 
     def _cached(
-        self,
-        cache: Part[_P],
-        build: Callable[[], _P],
-        *more_key: Hashable,
-        suits: Callable[[_P], bool] | None = None,
+        self, cache: Part[_P], build: Callable[[], _P], *more_key: Hashable, suits: Callable[[_P], bool] | None = None
     ) -> _P:
         """Return what the cache holds for this plan, or build it; also if what the cache holds does not suit."""
         tensors, capturing = self.inputs, is_capturing(self.size.device)

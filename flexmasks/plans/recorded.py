@@ -44,12 +44,7 @@ class Recorded:
     Raises what `trace` raises.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., list[Tensor]],
-        inputs: Sequence[Tensor],
-        factored: bool = False,
-    ) -> None:
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False) -> None:
         with _plain_tensors():
             self._run = trace(function, inputs, factored)
         self.varies = self._run.varies
