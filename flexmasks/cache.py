@@ -140,6 +140,7 @@ class Part(Generic[Value]):
         identities, cache = [identity(t) for t in tensors], self._cache
         if None in identities or nbytes > cache.max_bytes:
             return
+        nbytes += sum(len(x[-1]) for x in identities if isinstance(x, tuple) and isinstance(x[-1], bytes))
         full_key = self._full_key(key, tensors)
         with self._lock:
             former = self._forget(full_key)
@@ -205,7 +206,7 @@ KERNELS = Cache(max_bytes=256)
 # - launches of the library's own kernels.
 _LAUNCHES: dict[str, Launches[Any]] = {}
 MAX_LAUNCHES = 4096  # of a kernel
-_MAX_COMPARED = 1 << 14  # bytes of a tensor whose changes torch does not count, compared in some microseconds
+_MAX_COMPARED = 1 << 16  # bytes of a tensor whose changes torch does not count, compared in some microseconds
 
 
 def cache_info() -> dict[str, CacheInfo]:

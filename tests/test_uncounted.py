@@ -57,7 +57,7 @@ def _small_table(device: str) -> tuple[Tensor, dict[str, Any], Callable[[Tensor]
 
 @score("large table")  # larger than what is compared
 def _large_table(device: str) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
-    return _table(device, 5000)
+    return _table(device, 9000)
 
 
 def _table(device: str, furthest: int) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
