@@ -247,7 +247,8 @@ def clear_caches() -> None:
     with NumPy, by a kernel of yours, or by a collective of torch.distributed into a tensor that you keep. For a
     single tensor, `torch.autograd.graph.increment_version(tensor)` does as well. Parameters, whose changes by fused
     optimizers and FSDP2 torch does not count either, need nothing: what depends on a tensor that requires a
-    gradient is computed anew. Plans that you hold keep what they have.
+    gradient is computed anew, in evaluation too, which `requires_grad_(False)` spares. Plans that you hold keep what
+    they have.
 
     Example:
         >>> import flexmasks
@@ -276,7 +277,7 @@ def identity(tensor: Tensor) -> Hashable | None:
         # torch does not count what fused optimizers and FSDP2 write into parameters.
         if tensor.is_inference() or tensor.requires_grad:
             is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-            is_small = is_plain and tensor.nbytes <= _MAX_COMPARED
+            is_small = is_plain and tensor.nbytes <= min(_MAX_COMPARED, tensor.untyped_storage().nbytes())
             return (tensor.shape, tensor.dtype, _contents(tensor)) if is_small else None
         # The address is needed because `tensor.data = other` does not raise the version.
         return compat.version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

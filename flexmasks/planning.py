@@ -27,10 +27,10 @@ class Plan(HeldPlan):
     It is passed to `attention` in place of a mask. What the first call of a kind plans and compiles, later calls find
     without a search: layers of a model, steps of a loop, and captured CUDA graphs, which see `update`.
 
-    The plan has copies of the tensors of mask and score, and of the numbers that functions captured: changes of
-    what it was made from do not reach it, `update` does. Global variables are read at each call. Tensors that
-    learn, and variables that cannot be copied, stay the user's own: then each call plans as if it were given the
-    mask. A plan can be pickled as its mask, score and sizes, and moved by `.to(device)`.
+    The plan has copies of the tensors of mask and score, and of the functions that captured them: changes of what
+    it was made from do not reach it, `update` does. What other functions captured, and global variables, are read
+    at each call. Tensors that learn, and variables that cannot be copied, stay the user's own: then each call plans
+    as if it were given the mask. A plan can be pickled as its mask, score and sizes, and moved by `.to(device)`.
 
     Attributes:
         mask, score: the mask, and the score change or None, with the plan's own tensors.

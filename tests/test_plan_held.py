@@ -295,8 +295,8 @@ def test_tensors_of_global_variables_are_read_at_each_call(held: str, is_first_l
 _WINDOW = 5
 
 
-def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None], bool]]:
-    """Masks of a window that changes: the function, what changes it, and whether plans see changes."""
+def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None]]]:
+    """Masks of a window that changes, and what changes it."""
     window, listed = 5, [5]
 
     def change(n: int) -> None:
@@ -307,34 +307,30 @@ def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None]
         return (q - kv).abs() <= n
 
     return {
-        "closure": (lambda b, h, q, kv: (q - kv).abs() <= window, change, False),
-        "list": (lambda b, h, q, kv: (q - kv).abs() <= listed[0], lambda n: listed.__setitem__(0, n), False),
-        "default": (with_default, lambda n: setattr(with_default, "__defaults__", (n,)), False),
-        "global": (lambda b, h, q, kv: (q - kv).abs() <= _WINDOW, lambda n: globals().update(_WINDOW=n), True),
+        "closure": (lambda b, h, q, kv: (q - kv).abs() <= window, change),
+        "list": (lambda b, h, q, kv: (q - kv).abs() <= listed[0], lambda n: listed.__setitem__(0, n)),
+        "default": (with_default, lambda n: setattr(with_default, "__defaults__", (n,))),
+        "global": (lambda b, h, q, kv: (q - kv).abs() <= _WINDOW, lambda n: globals().update(_WINDOW=n)),
     }
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize("has_tensor", [False, True])
 @pytest.mark.parametrize("name", _variables())
-def test_all_calls_of_a_plan_have_the_same_numbers(name: str, kind: str, backend: str) -> None:
-    """A plan keeps the numbers that its functions captured, and reads global ones at each call."""
-    mask, change, sees_changes = _variables()[name]
+def test_all_calls_of_a_plan_have_the_same_numbers(name: str, has_tensor: bool, kind: str, backend: str) -> None:
+    """They are read at each call, but for those of functions that the plan has copied with their tensors."""
+    (function, change), shown = _variables()[name], torch.ones(LENGTH, dtype=torch.bool)
     change(5)
+    mask = (lambda b, h, q, kv: shown[kv] & function(b, h, q, kv)) if has_tensor else function
     call: dict[str, Any] = {"mask": mask}
     if kind == "score":
         call = {"mask": "full", "score": lambda s, b, h, q, kv: s + mask(b, h, q, kv).float()}
-    if name == "global":  # read by the planned function itself
-        call = (
-            call
-            if kind == "mask"
-            else {"mask": "full", "score": lambda s, b, h, q, kv: s + ((q - kv).abs() <= _WINDOW)}
-        )
     plan = flexmasks.plan(q_len=LENGTH, **call)
     distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
     for step, window in enumerate((5, 20, 9)):
         change(window)
-        visible = distances <= (window if sees_changes else 5)
+        visible = distances <= (5 if has_tensor and name != "global" else window)
         for learns in (False, True)[: 1 + (step > 0)]:  # the first call that learns comes after a change
             tensors = qkv(requires_grad=learns)
             out = flexmasks.attention(*tensors, mask=plan, backend=backend)
@@ -342,6 +338,49 @@ def test_all_calls_of_a_plan_have_the_same_numbers(name: str, kind: str, backend
             seen = torch.ones_like(visible) if kind == "score" else visible
             assert error(out, expected(tensors, seen, bias)[0]) < TOLERANCE[out.dtype]
     change(5)
+
+
+_SIZES = [30, 50]
+
+
+def _near(q: Tensor, kv: Tensor, *, reach: int = 20) -> Tensor:
+    return (q - kv).abs() <= reach
+
+
+def _in_list(q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv).abs() <= _SIZES[0]
+
+
+@pytest.mark.parametrize("helper", ["keyword", "list"])
+def test_updates_where_functions_read_global_constants(helper: str) -> None:
+    """A plan owns its tensors beside them, and sees when they change."""
+    ids = drawn_ids("cpu", 0)
+    masks: dict[str, Callable[..., Tensor]] = {
+        "keyword": lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & _near(q, kv),
+        "list": lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & _in_list(q, kv),
+    }
+    plan = flexmasks.plan(masks[helper], LENGTH, batch=2)
+    distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    for seed, reach in enumerate((20, 20, 9)):
+        new, tensors = drawn_ids("cpu", seed), qkv(requires_grad=False)
+        plan.update(ids=new)
+        _SIZES[0] = reach
+        _near.__kwdefaults__["reach"] = reach
+        visible = (new[:, None, :, None] == new[:, None, None, :]) & (distances <= reach)
+        got = flexmasks.attention(*tensors, mask=plan)
+        assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype]
+    _near.__kwdefaults__["reach"] = 20
+
+
+def with_default(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: int = 5) -> Tensor:
+    return (q - kv).abs() <= n
+
+
+def test_plans_of_functions_of_a_module_are_pickled() -> None:
+    plan = flexmasks.plan(with_default, LENGTH)
+    tensors = qkv(requires_grad=False)
+    out = flexmasks.attention(*tensors, mask=plan)
+    assert torch.equal(flexmasks.attention(*tensors, mask=pickle.loads(pickle.dumps(plan))), out)
 
 
 def test_plans_are_copied_pickled_and_shown() -> None:

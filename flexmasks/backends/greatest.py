@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import shown_by
+from flexmasks.blocks.lists import of_block_mask
 
 _MAX_SCORES = 1 << 24  # scores held at once
 
@@ -29,8 +28,7 @@ def greatest_scores(
     """
     with torch.no_grad():
         if not q.is_cuda:
-            mask_mod = noop_mask if block_mask is None else shown_by(block_mask)
-            return _by_slices(q, k, score_mod, mask_mod, scale)
+            return _by_slices(q, k, score_mod, block_mask, scale)
         attend = compiled_flex_attention()
         q, k = q.detach(), k.detach().to(q.dtype).expand(q.shape[0], -1, -1, -1)
         grouped = q.shape[1] != k.shape[1]
@@ -46,7 +44,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _by_slices(
-    q: Tensor, k: Tensor, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor], scale: float | None
+    q: Tensor, k: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any, scale: float | None
 ) -> Tensor:
     batch, heads, q_len, size = q.shape
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -54,11 +52,17 @@ def _by_slices(
     scaled = q.detach().to(precise) * (1 / math.sqrt(size) if scale is None else scale)
     b, h, kv = (torch.arange(n, device=q.device) for n in (batch, heads, k.shape[2]))
     step = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
+    if block_mask is not None:
+        height, width = block_mask.BLOCK_SIZE
+        partial, full = (x.repeat_interleave(width, 3)[..., : len(kv)] for x in of_block_mask(block_mask))
     parts = []
     for start in range(0, q_len, step):
         rows = torch.arange(start, min(start + step, q_len), device=q.device)
         scores = scaled[:, :, start : start + step] @ keys
         if score_mod is not None:
             scores = over_indices(score_mod, (0,))(scores, b, h, rows, kv).to(precise)
-        parts.append(torch.where(over_indices(mask_mod)(b, h, rows, kv), scores, -math.inf).amax(-1))
+        if block_mask is not None:
+            blocks, seen = rows // height, over_indices(block_mask.mask_mod)(b, h, rows, kv)
+            scores = torch.where(full[:, :, blocks] | (partial[:, :, blocks] & seen), scores, -math.inf)
+        parts.append(scores.amax(-1))
     return torch.cat(parts, 2)

@@ -18,11 +18,10 @@ from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
 from flexmasks.backends.short_call import ShortReplay
-from flexmasks.blocks.build import materialize
-from flexmasks.blocks.lists import shown_by
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.whole import visible_in
 
 MAX_LENGTH = 1024  # of queries, and of keys
 _MAX_MASK = 1 << 24  # elements
@@ -81,9 +80,7 @@ class CpuShortReplay(ShortReplay):
     @classmethod
     def of(cls, call: Call) -> CpuShortReplay:
         if isinstance(call.mask, GivenPlan):
-            batch, heads, q_len, _ = call.q.shape
-            shown = shown_by(call.mask.blocks().block_mask)
-            visible = materialize(shown, batch, heads, q_len, call.k.shape[2], call.q.device)
+            visible = visible_in(call.mask.blocks().block_mask, *call.q.shape[:2])
         else:
             visible = cast(MaskPlan, call.mask).whole.visible
         bias = None if call.score is None else cast(ScorePlan, call.score).added

@@ -100,7 +100,8 @@ class HeldPlan:
     owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _versions: list[int] = field(default_factory=list, repr=False)
-    _global_variables: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list, repr=False)
+    _reads_variables: bool = False  # functions of users may read variables that change
+    _functions: Hashable = field(default=None, repr=False)  # their key with what they read
 
     def __post_init__(self) -> None:
         if compat.is_compiling():  # torch traces no copies of functions, and keeps equal results by itself
@@ -111,15 +112,16 @@ class HeldPlan:
         learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in all_tensors)
         if structure.unreadable or not structure.is_whole or structure.reads_objects or leaves.has_global or learns:
             return
-        if all_tensors or not all(x is None or x.is_by_library() for x in (self.mask, self.score)):
-            self._own(structure, leaves, of_offset)
-        self._global_variables = leaves.global_variables
+        if all_tensors:
+            self._own_tensors(structure, leaves, of_offset)
+        if not self.of_one_step and not all(x is None or x.is_by_library() for x in (self.mask, self.score)):
+            self._reads_variables, self._functions = True, self._present_functions()
         is_sized = self.sizes.batch is not None and self.sizes.heads is not None
         if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
         self.owns_tensors = True
 
-    def _own(self, structure: Structure, leaves: Leaves, of_offset: list[Tensor]) -> None:
+    def _own_tensors(self, structure: Structure, leaves: Leaves, of_offset: list[Tensor]) -> None:
         own = [*leaves.tensors, *of_offset]
         if not self.of_one_step or any(t.is_inference() for t in own):  # those of inference mode have no versions
             with torch.inference_mode(False), torch.no_grad():
@@ -134,15 +136,17 @@ class HeldPlan:
     def _present_versions(self) -> list[int]:
         return [compat.version(t) for tensors in self.tensors.values() for t in tensors]
 
+    def _present_functions(self) -> Hashable:
+        structure, _ = flatten((self.mask, self.score))
+        return object() if structure.unreadable else structure.key
+
     def launch(self, key: Hashable) -> Launch | None:
         if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
             self.launches.clear()
             self._versions = self._present_versions()
-        if any(variables.get(name) is not value for variables, name, value in self._global_variables):
+        if self._reads_variables and self._functions != (present := self._present_functions()):
             self.launches.clear()
-            self._global_variables = [
-                (variables, name, variables.get(name)) for variables, name, _ in self._global_variables
-            ]
+            self._functions = present
         return self.launches.get(key)
 
     def keep(self, key: Hashable, launch: Launch) -> None:

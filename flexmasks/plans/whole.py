@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexmasks import compat
+from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import Line, in_wide_rows, spans_of
 from flexmasks.plans.bounds import SizedMask
@@ -86,6 +89,19 @@ def _visible_of(kind: SizedMask, one_row: bool = False) -> Tensor:
     if one_row and visible.stride(2) == 0:  # vmap has expanded what does not depend on this index
         visible = visible[:, :, :1]
     return visible.clone(memory_format=torch.contiguous_format)
+
+
+def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
+    """The pairs that given blocks show, bool [batch or 1, heads or 1, Q, KV]: all of full ones, and of partial ones
+    those that the function shows.
+    """
+    q_len, kv_len = block_mask.seq_lengths
+    height, width = block_mask.BLOCK_SIZE
+    partial, full = (
+        x.repeat_interleave(height, 2)[:, :, :q_len].repeat_interleave(width, 3)[..., :kv_len]
+        for x in of_block_mask(block_mask)
+    )
+    return full | (partial & materialize(block_mask.mask_mod, batch, heads, q_len, kv_len, partial.device))
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:

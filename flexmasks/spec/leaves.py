@@ -80,18 +80,15 @@ class Leaves:
     """The leaves of a value, in the order of its structure: what `Structure.fill` replaces.
 
     nearby: tensors among the attributes of objects that cannot be read. A function may read them.
-    has_global: a tensor, or what may change in place, is reached through a global variable, which no copy of the
-        function has for itself.
-    global_variables: those that functions read, each with its module's variables, its name and its value.
+    has_global: a tensor is reached through a global variable, which no copy of the function has for itself.
     """
 
-    __slots__ = ("_numbers", "_places", "global_variables", "has_global", "nearby", "tensors")
+    __slots__ = ("_numbers", "_places", "has_global", "nearby", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.nearby: list[Tensor] = []
         self.has_global = False
-        self.global_variables: list[tuple[dict[str, Any], str, Any]] = []
         # Plain tuples: every call of `attention` walks through its mask, and asks for places only to say something.
         self._places: list[Any] = []
         self._numbers: list[Any] = []

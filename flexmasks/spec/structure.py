@@ -39,7 +39,6 @@ _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
-_CHANGE_IN_PLACE = frozenset((list, dict, np.ndarray))
 _CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
 # What chooses what a function computes, but for whole and floating numbers, which are leaves.
 CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
@@ -316,8 +315,6 @@ class Walk:
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number, self._count = self._count, self._count + 1
         self.seen[id(value)] = number, value, place
-        if self._global_depth and kind in _CHANGE_IN_PLACE:
-            self.leaves.has_global = True
         rule = _RULES.get(kind) or _rule_for(value) or Walk._unknown
         reached = self._reached
         key, recipe = rule(self, value)
@@ -517,7 +514,6 @@ class Walk:
             for name in names:
                 if name in variables:
                     place = holder, "global variable", name
-                    self.leaves.global_variables.append((variables, name, variables[name]))
                     part, own[name] = self._read(variables[name], place, partial(attributes_of, function, name))
                     key += [name, part]
             self._global_depth -= 1
