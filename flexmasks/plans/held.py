@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import FunctionType
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
 from flexmasks.spec.leaves import Leaves
 from flexmasks.spec.parameters import Size, describe, in_message, listed
-from flexmasks.spec.structure import Opaque, Structure, flatten
-from flexmasks.spec.values import Mask, Score
+from flexmasks.spec.structure import Opaque, Structure, flatten, plain_key
+from flexmasks.spec.values import Mask, Modifier, Score
 
 _HOST = torch.device("cpu")
 _COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
@@ -100,8 +101,8 @@ class HeldPlan:
     owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _versions: list[int] = field(default_factory=list, repr=False)
-    _reads_variables: bool = False  # functions of users may read variables that change
-    _functions: Hashable = field(default=None, repr=False)  # their key with what they read
+    _by_users: list[Modifier] = field(default_factory=list, repr=False)  # whose functions read variables that change
+    _functions: list[Hashable] = field(default_factory=list, repr=False)  # their keys, with what they read
 
     def __post_init__(self) -> None:
         if compat.is_compiling():  # torch traces no copies of functions, and keeps equal results by itself
@@ -114,8 +115,9 @@ class HeldPlan:
             return
         if all_tensors:
             self._own_tensors(structure, leaves, of_offset)
-        if not self.of_one_step and not all(x is None or x.is_by_library() for x in (self.mask, self.score)):
-            self._reads_variables, self._functions = True, self._present_functions()
+        if not self.of_one_step:
+            self._by_users = [x for x in (self.mask, self.score) if x is not None and not x.is_by_library()]
+            self._functions = self._present_functions()
         is_sized = self.sizes.batch is not None and self.sizes.heads is not None
         if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
             self._check_values(self.mask, self.score, self.q_offset)
@@ -136,15 +138,14 @@ class HeldPlan:
     def _present_versions(self) -> list[int]:
         return [compat.version(t) for tensors in self.tensors.values() for t in tensors]
 
-    def _present_functions(self) -> Hashable:
-        structure, _ = flatten((self.mask, self.score))
-        return object() if structure.unreadable else structure.key
+    def _present_functions(self) -> list[Hashable]:
+        return [_present_key(value) for value in self._by_users]
 
     def launch(self, key: Hashable) -> Launch | None:
         if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
             self.launches.clear()
             self._versions = self._present_versions()
-        if self._reads_variables and self._functions != (present := self._present_functions()):
+        if self._by_users and self._functions != (present := self._present_functions()):
             self.launches.clear()
             self._functions = present
         return self.launches.get(key)
@@ -306,3 +307,14 @@ def without_plan(q: Any, k: Any, request: Any) -> Any:
     score = held.score if request.score is None else request.score
     q_offset = listed(held.q_offset, getattr(q, "device", None))  # inside torch.compile a plan has it as it was given
     return request._replace(mask=held.mask, score=score, q_offset=q_offset)
+
+
+def _present_key(value: Modifier) -> Hashable:
+    """A key with what functions read, which differs where that cannot be read any more."""
+    functions = [f for f in value.definition.functions if f is not None]
+    is_alone = len(functions) == 1 and type(functions[0]) is FunctionType and not value.params
+    key = plain_key(cast(FunctionType, functions[0]), []) if is_alone else None
+    if key is None:
+        structure, _ = flatten(value)
+        key = object() if structure.unreadable else structure.key
+    return key
