@@ -318,7 +318,8 @@ def _in_plain_operations(
     if request.block_mask is not None:
         mask_mod = shown_by(request.block_mask)
     else:
-        mask_mod = shifted_mask(cast(Mask, mask).bind(cast(Mask, mask).resolve(size)), q_offset)
+        mask = cast(Mask, mask)
+        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
     out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
     return out, lse if request.return_lse else None
 

@@ -79,14 +79,15 @@ class GpuShortReplay(ShortReplay):
 
     @classmethod
     def of(cls, call: Call) -> GpuShortReplay:
-        visible, *spans = cast(MaskPlan, call.mask).spanned
+        spanned = cast(MaskPlan, call.mask).spanned
+        spans = spanned.key_spans, spanned.query_spans
         bias, line, summand = None, None, None
         if call.score is not None and (call.learns or call.score.is_bias):
             summand = cast(ScorePlan, call.score).summand()
         elif call.score is not None:
             bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
         scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-        common = visible, bias, scale, call.with_lse, call.needs_grad, (spans[0], spans[1]), line
+        common = spanned.visible, bias, scale, call.with_lse, call.needs_grad, spans, line
         return cls(*common, summand=summand)
 
     @property

@@ -14,7 +14,7 @@ from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Opaque, flatten, replaced, tensors_of
+from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of
 from flexmasks.spec.values import Mask, Modifier
 
 
@@ -91,11 +91,10 @@ class RecordedPlan:
         def plan(*tensors: Tensor) -> list[Tensor]:
             mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
             arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
-            if not can_be_filled(arguments):
+            structure, made = taken_apart(arguments)
+            if structure is None:
                 raise Opaque("`prepare` returns tensors inside objects")
-            self._arguments, leaves = flatten(arguments)
-            made = leaves.tensors
-            self._layout = replace(layout, indices=())
+            self._arguments, self._layout = structure, replace(layout, indices=())
             self._index_bounds = [getattr(t, "bounds", None) for t in made]
             # A cache holds the outputs, which must not be the user's own tensors.
             return [t.clone() if any(t is x for x in tensors) else t for t in (*layout.indices, *made)]
@@ -118,10 +117,10 @@ class RecordedPlan:
         return made
 
 
-def can_be_filled(resolved: Any) -> bool:
-    """Whether a copy of what `resolve` returned can hold other tensors."""
+def taken_apart(resolved: Any) -> tuple[Structure | None, list[Tensor]]:
+    """What `resolve` returned without its tensors, None if no copy of it can hold others, and the tensors."""
     structure, leaves = flatten(resolved)
-    return structure.is_whole and not leaves.has_global
+    return structure if structure.is_whole and not leaves.has_global else None, leaves.all_tensors
 
 
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:

@@ -22,7 +22,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, can_be_filled, plan_bounds, reads_made_tensors, unread
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, taken_apart, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming
@@ -270,10 +270,11 @@ class MaskPlan(Plan):
             raise KeyError(name)
         plan = self.resized(block_size or self.block_size)
         prepared = plan._prepared
-        if self.inputs and not can_be_filled(prepared.resolved):
+        structure, made = taken_apart(prepared.resolved)
+        if self.inputs and structure is None:
             raise Opaque("tensors inside objects")
         program = None if prepared.recorded is None else prepared.recorded.make
-        return Form([*prepared.layout.indices, *tensors_of(prepared.resolved)], self.inputs, program, plan.spread)
+        return Form([*prepared.layout.indices, *made], self.inputs, program, plan.spread)
 
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.bounds import can_be_filled, unread
+from flexmasks.plans.bounds import taken_apart, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
@@ -21,7 +21,7 @@ from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, l
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.structure import Opaque, flatten, tensors_of
+from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Score
 
 _BIASES = "dense_bias", "pair_bias"  # scores whose sum is their tensor
@@ -93,9 +93,9 @@ class ScorePlan(Plan):
             return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
         if name != "functions":
             raise KeyError(name)
-        resolved = self._prepared.resolved
-        is_made = bool(self.inputs) and (bool(tensors_of(resolved)) or not can_be_filled(resolved))
-        if is_made and not (self.is_bias and isinstance(self.offset, int)):
+        structure, made = taken_apart(self._prepared.resolved)
+        is_made = structure is None or bool(made)
+        if self.inputs and is_made and not (self.is_bias and isinstance(self.offset, int)):
             raise Opaque("tensors that are made for the score change")
         return Form(spread=self.spread)
 
