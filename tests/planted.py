@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planted_faults import FAULTS, Fault
+from repository import ROOT, copy_to
 from tabulate import tabulate
 
 if TYPE_CHECKING:  # it is installed for this script alone
     from coverage import CoverageData
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "recipes/results/planted.json"
 _STAGES = 30, 150  # tests of the first runs of pytest; all others are one more
 _CASES = 3  # of a test function, before cases of others come
@@ -172,13 +172,7 @@ class Trial:
 
     def _copy(self, name: str, old: bool = False) -> Path:
         """Return a new copy, with the tests of the earlier commit if asked for."""
-        place = self._folder / name
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for file in filter(None, listed.split("\0")):
-            with contextlib.suppress(FileNotFoundError):  # of a file that is deleted, or replaced right now
-                (place / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / file, place / file)
+        place = copy_to(self._folder / name)
         if old:
             self._lay_old_tests(place)
         return place

@@ -19,37 +19,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import repository
+from repository import ROOT
 
 import flexmasks
 
-ROOT = Path(__file__).parent.parent
-_IGNORED = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".venv", "build", "dist"}
 MADE = ("PKG-INFO", "setup.cfg", "flexmasks.egg-info/")  # files that setuptools adds
 
 pytest.importorskip("setuptools", minversion="77")
 
 
-def files_of_the_repository() -> list[str]:
-    """Return the files that git knows or would add, or all but caches where there is no repository of git."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = None
-    if (ROOT / ".git").exists() and shutil.which("git"):
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if listed is not None and listed.returncode == 0:
-        return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
-    files = [file.relative_to(ROOT) for file in ROOT.rglob("*") if file.is_file()]
-    names = [str(file) for file in files if not _IGNORED & set(file.parts)]
-    return [name for name in names if not name.startswith(MADE)]
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the repository in a folder named flexmasks."""
-    folder = tmp_path_factory.mktemp("holder") / "flexmasks"
-    for name in files_of_the_repository():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    return folder
+    return repository.copy_to(tmp_path_factory.mktemp("holder") / "flexmasks")
+
+
+@pytest.mark.parametrize("is_known_to_git", [True, False])
+def test_what_a_user_keeps_in_the_clone_is_not_copied(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known_to_git: bool
+) -> None:
+    """An environment of any name, whose links to folders cannot be copied as files."""
+    folder, own = tmp_path / "flexmasks", [*repository.files(), "flexmasks/masks/not_added_yet.py"]
+    shutil.copytree(clone, folder)
+    if is_known_to_git:
+        for command in (["init", "-q"], ["add", "."]):
+            subprocess.run(["git", *command], cwd=folder, check=True)
+        (folder / "notes.txt").write_text("of the user")
+    for name in (".v", "env", "my environment"):
+        (folder / name / "lib").mkdir(parents=True)
+        (folder / name / "lib/module.py").write_text("")
+        (folder / name / "pyvenv.cfg").write_text("")
+        (folder / name / "lib64").symlink_to("lib")
+    (folder / "flexmasks/masks/not_added_yet.py").write_text("")
+    monkeypatch.setattr(repository, "ROOT", folder)
+    assert sorted(repository.files()) == sorted(own)
+    repository.copy_to(tmp_path / "copy")
+    assert (tmp_path / "copy/flexmasks/masks/not_added_yet.py").exists()
 
 
 def build(clone: Path, kind: str, out: Path) -> Path:
@@ -65,7 +71,7 @@ def build(clone: Path, kind: str, out: Path) -> Path:
 def test_the_source_distribution_has_all_files(clone: Path, tmp_path: Path) -> None:
     with tarfile.open(build(clone, "sdist", tmp_path)) as archive:
         names = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
-    assert sorted(name for name in names if not name.startswith(MADE)) == sorted(files_of_the_repository())
+    assert sorted(name for name in names if not name.startswith(MADE)) == sorted(repository.files())
     assert {"tests/conftest.py", "tests/helpers.py", "tests/oracles/__init__.py", "constraints.txt"} <= set(names)
     assert {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", ".ci/versions"} <= set(names)
 
@@ -73,7 +79,7 @@ def test_the_source_distribution_has_all_files(clone: Path, tmp_path: Path) -> N
 def test_the_wheel_has_the_package_only(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, "wheel", tmp_path)
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    wanted = {n for n in files_of_the_repository() if n.startswith("flexmasks/") and n.endswith(".py")}
+    wanted = {n for n in repository.files() if n.startswith("flexmasks/") and n.endswith(".py")}
     others = {"flexmasks/pictures/gallery.html", "flexmasks/masks/__init__.pyi", "flexmasks/scores/__init__.pyi"}
     assert set(names) == wanted | others | {"flexmasks/py.typed"}
     assert wheel.name.split("-")[:2] == ["flexmasks", flexmasks.__version__]
