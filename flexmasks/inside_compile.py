@@ -255,14 +255,20 @@ def _run_traced(
 
 
 def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None, encoded_score: Any) -> _Facts:
-    may_learn = needs_grad = False
+    learns = needs_grad = False
     if torch.is_grad_enabled():
         if isinstance(encoded_score, Flat):
-            may_learn = any(isinstance(x, Tensor) and x.requires_grad for x in encoded_score.leaves)
-        elif score is not None:  # the tensors that a function captures are not known here
-            may_learn = not is_readable(score) or score.learns()
-        needs_grad = may_learn or q.requires_grad or k.requires_grad or v.requires_grad
-    return _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
+            learns = any(isinstance(x, Tensor) and x.requires_grad for x in encoded_score.leaves)
+        elif score is not None:
+            learns = _learns(score, unread(size_of(q, k), 0), q.device)
+        needs_grad = learns or q.requires_grad or k.requires_grad or v.requires_grad
+    return _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
+
+
+def _learns(score: Score, size: Size, device: torch.device) -> bool:
+    """Return whether a score change has a tensor that learns; what a function captures torch sees when it traces it."""
+    zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    return score.bind(score.resolve(size))(zero, index, index, index, index).requires_grad
 
 
 def _block_mask(
@@ -343,7 +349,7 @@ class _Facts(NamedTuple):
 
     has_score: bool
     needs_grad: bool
-    learns: bool  # or may learn
+    learns: bool
     with_lse: bool
     has_options: bool
 
