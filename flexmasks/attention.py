@@ -422,8 +422,10 @@ def paged_attention(
             the pages of each cache must follow each other in memory. Unused slots of k_cache may hold anything, NaN
             too; unused slots of v_cache must be finite.
         page_table: int[B, P], a tensor or lists; entry [b, p] is the page that holds the keys of batch element b from
-            p * page_size on (block_table). Only the first ceil(kv_lens[b] / page_size) entries of a row are read.
-            Sequences may share pages.
+            p * page_size on (block_table). Entries of keys that no query sees, behind the last key or behind a window,
+            may hold anything, such as -1 or one page for all. Sequences may share pages, and a page may hold some keys
+            of a sequence after others, as in a ring: then queries may see the last ones. On a GPU only the first table
+            of a kind is checked.
         kv_lens: int[B], the number of keys of each sequence, from 0 to P * page_size, with the keys of this call
             included (cache_seqlens). A sequence without keys gives output 0.
         mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query

@@ -51,6 +51,7 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
+from flexmasks.spec.layouts import check_pages
 from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
@@ -69,28 +70,41 @@ class _Cache(NamedTuple):
     v: Tensor
     page_table: Tensor
     kv_lens: Tensor
+    sequences: Tensor | None = None  # what messages call the batch elements, by default their numbers
 
     @property
     def room(self) -> int:
         """The number of keys that a sequence may have."""
         return self.page_table.shape[1] * self.k.shape[1]
 
-    def check_values(self, call: str) -> None:
-        """Raise ValueError, in the name of `call`, for pages and lengths that cannot be."""
-        n_pages, page_size = self.k.shape[:2]
-        pages = paged(get_mask("full"), self.page_table, self.kv_lens, page_size)
-        try:
-            pages.resolve(Size(len(self.kv_lens), 1, 1, n_pages * page_size, self.k.device))
-        except ValueError as error:
-            raise ValueError(str(error).replace("flexmasks mask 'paged'", call, 1)) from None
+    def check_values(self, call: str, q: Tensor, request: Request, by_position: bool = True) -> None:
+        """Raise ValueError, in the name of `call`, for lengths that cannot be, and for pages that queries miss.
 
-    def says_what_is_wrong(self, call: str) -> None:
+        request: with a Mask, and where the queries start.
+        by_position: see `check_pages`.
+        """
+        n_pages, page_size = self.k.shape[:2]
+        size = Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device)
+        offset = request.q_offset
+        if offset is not None:
+            check_offset(call, offset, size.batch, size.device)
+        starts = offset_of_last(self.kv_lens, size.q_len) if offset is None else offsets_of(offset, len(q), q.device)
+        given = self.page_table, self.kv_lens, page_size
+        try:
+            paged(request.mask, *given).checked(size)
+            size = replace(size, q_offset=int(starts.amax()) if len(q) else 0, starts=starts)
+            check_pages(size, request.mask, *given, n_pages, by_position=by_position, sequences=self.sequences)
+        except ValueError as error:
+            problem = str(error).removeprefix("flexmasks mask 'paged': ")
+            raise ValueError(f"{call}: {problem}") from None
+
+    def says_what_is_wrong(self, call: str, q: Tensor, request: Request, error: ValueError) -> None:
         """Raise ValueError if pages or lengths are why a call failed, of which errors inside name other arguments."""
         for name, t in (("`page_table`", self.page_table), ("`kv_lens`", self.kv_lens)):
             if is_of_vmap(t):
                 refuse_vmap(call, name)
         if can_be_read(self.kv_lens) and not is_capturing(self.k.device):
-            self.check_values(call)
+            self.check_values(call, q, request, by_position="a page twice" not in str(error))
 
 
 def run_varlen(
@@ -153,7 +167,7 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
     if again is not None:
         return again
     if not is_checked:
-        check_cache(PAGED, q, *cache)
+        check_cache(PAGED, q, *cache[:4])
         request = _with_values(request)
     try:
         if _may_read_pages(q, cache, request):
@@ -164,8 +178,8 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
                     keep(*known, result.replay, planned)
                 return result.out, result.lse
         return _run_without_pages(q, cache, request)
-    except ValueError:
-        cache.says_what_is_wrong(PAGED)
+    except ValueError as error:
+        cache.says_what_is_wrong(PAGED if cache.sequences is None else VARLEN, q, request, error)
         raise
 
 
@@ -202,6 +216,8 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
         request = request._replace(q_offset=_kept_offset_of_last(cache.kv_lens, q.shape[2]))
     if _may_gather_pages(q, cache):
         return _run_gathered(q, cache, request)
+    if cache.room > cache.k.shape[:2].numel():  # pages that repeat hold more keys than the pool has slots
+        request = request._replace(ends_among_keys=False)
     pages = cache.page_table, cache.kv_lens, cache.k.shape[1]
     score = None if request.score is None else paged(request.score, *pages)
     # All slots, for every batch element: [B, Hkv, slots, D].
@@ -232,8 +248,9 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
     larger = max(cache.k, cache.v, key=lambda x: x.shape[3])
     key = "gathered", q.shape[2], larger.shape, larger.dtype, q_offset if isinstance(q_offset, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
+    if parts is None or not parts[0].is_whole:  # keys that lie in no page are hidden by some masks alone
+        cache.check_values(PAGED, q, request)
     if parts is None:
-        cache.check_values(PAGED)
         parts = parts_of(cache.page_table, cache.kv_lens, q_offset, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
@@ -268,7 +285,7 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
     cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
-    check_cache(VARLEN, q, *cache, len(cu_seqlens_q) - 1)
+    check_cache(VARLEN, q, *cache[:4], len(cu_seqlens_q) - 1)
     if request.q_offset is not None:
         check_offset(VARLEN, request.q_offset, len(cache.kv_lens), q.device)
     request = _with_values(request)
@@ -285,13 +302,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
-        own_cache = _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens)
-        try:
-            own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
-        except ValueError:  # it counts among the rows
-            lens = torch.where(cu_seqlens_q.diff() > 0, cache.kv_lens, 0)  # pages of the others are not read
-            cache._replace(kv_lens=lens).says_what_is_wrong(VARLEN)
-            raise
+        own_cache = _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens, rows.sequences)
+        own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
@@ -323,12 +335,12 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     are_last = request.q_offset is None
     own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
     planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
-    pages = Pages(*cache, cast(Mask, request.mask), are_last)
+    pages = Pages(*cache[:4], cast(Mask, request.mask), are_last)
     call, name = replace(planned.call, pages=pages), request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
     if not is_capturing(q.device):  # the values of the table are checked
-        cache.check_values(PAGED)
+        cache.check_values(PAGED, q, request)
 
     def without_pages() -> Result:
         return Result(*_run_without_pages(q, cache, request))

@@ -285,6 +285,201 @@ def _check_table(cache: tuple[Tensor, Tensor, int, int, int], inner: str, start:
     assert error(out, attend(q.double(), own_k, own_v, visible)[0]) < TOLERANCE[torch.float32]
 
 
+# --- pages that were freed, and rings of pages ---
+
+FREED = ["minus one", "a page for all", "another sequence's", "beyond", "ring"]
+FREED_MASKS: dict[str, tuple[Any, int, int]] = {  # and how many keys it sees before a query's own, and at the start
+    "window": (flexmasks.get_mask("sliding_window", window=37), 37, 0),
+    "sinks": (flexmasks.get_mask("sink_window", sinks=3, window=37), 37, 3),
+    "function": (lambda b, h, q, kv: (kv <= q) & (q - kv <= 37), 37, 0),
+}
+FREED_WHERE = [
+    *((*case, "cpu", torch.float32) for case in ((1, "auto"), (40, "reference"), (3, "reference"))),
+    pytest.param(40, "flex", "cpu", torch.float32, marks=pytest.mark.slow),
+    *((n, "reference with gradients", "cpu", torch.float32) for n in (1, 40)),
+    *(
+        pytest.param(n, backend, "cuda", dtype, marks=pytest.mark.gpu)
+        for n, dtype in ((1, torch.bfloat16), (40, torch.float32), (200, torch.bfloat16))
+        for backend in ("auto", "decode", "flex", "reference", "fa4", "reference with gradients", "flex with gradients")
+        if not (backend == "fa4" and dtype == torch.float32) and not (backend == "decode" and n == 200)
+    ),
+]
+
+
+def freed_pages(
+    kind: str, lens: list[int], page_size: int, reach: int, sinks: int, queries: int, device: str, dtype: torch.dtype
+) -> tuple[Paged, list[tuple[Tensor, Tensor]]]:
+    """Return a cache in which pages were freed that no query sees, and all keys and values of the sequences in float64.
+
+    A ring has just as many pages as the window needs, and behind the last key it holds those of the turn before.
+    """
+    columns = -(-max(lens) // page_size)
+    cache = Paged(lens, page_size, columns, device=device, dtype=dtype)
+    cache.k.fill_(math.nan)
+    in_ring, sink_pages = -(-(reach + queries) // page_size), -(-sinks // page_size)
+    no_page, whole = int(cache.unused.all(1).nonzero()[0]), []
+    for b, length in enumerate(lens):
+        k, v = torch.randn(2, length, *cache.k.shape[2:]).to(dtype)
+        whole.append((k.double().transpose(0, 1)[None], v.double().transpose(0, 1)[None]))
+        own = cache.table[b].tolist()
+        kept = (length - queries - reach) // page_size
+        for place in range(sink_pages, -(-length // page_size)):
+            if kind == "ring":
+                own[place] = own[sink_pages + (place - sink_pages) % in_ring]
+            elif place < kept:
+                stale = int(cache.table[b - 1, place])
+                own[place] = {"minus one": -1, "a page for all": no_page, "beyond": 10**6}.get(kind, stale)
+        for n in range(length):
+            if kind == "ring" or n // page_size >= kept or n < sinks:
+                slot = own[n // page_size], n % page_size
+                cache.k[slot], cache.v[slot] = k[n].to(device), v[n].to(device)
+        cache.table[b] = torch.tensor(own)
+    return cache, whole
+
+
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.parametrize("mask", FREED_MASKS)
+@pytest.mark.parametrize(("queries", "backend", "device", "dtype"), FREED_WHERE)
+def test_pages_that_no_query_sees(mask: str, queries: int, backend: str, device: str, dtype: torch.dtype) -> None:
+    """Their entries hold anything, and pages that repeat hold the last of their keys."""
+    made, reach, sinks = FREED_MASKS[mask]
+    lens, page_size = ([330, 200, 291], 16) if queries < 200 else ([830, 300, 611], 32)
+    slopes, learns = torch.rand(6, device=device) / 8, backend.endswith("gradients")
+    call: dict[str, Any] = {"mask": made, "backend": backend.split()[0]}
+    if mask == "sinks" and (device, backend) != ("cpu", "flex") and backend != "fa4":
+        call |= {"score": "alibi", "slopes": slopes}
+    bias = slopes if "score" in call else slopes * 0
+    if backend == "fa4":
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+        if mask != "window":
+            pytest.skip("FlashAttention 4 knows only windows")
+    if mask == "function" and (device, backend) == ("cpu", "flex"):
+        pytest.skip("quick kernels read no bits")
+    for kind in FREED:  # on a GPU the values of later tables are not read
+        cache, whole = freed_pages(kind, lens, page_size, reach, sinks, queries, device, dtype)
+        if learns or (device, backend) == ("cpu", "flex"):  # then hidden keys must be finite
+            cache.k = cache.k.nan_to_num(0.0)
+        q = torch.randn(3, 6, queries, 32).to(device, dtype).requires_grad_(learns)
+        out = cache.attention(q, **call)
+        want, grad = _seen_by_window(q, whole, reach, sinks, bias)
+        assert error(out, want) < TOLERANCE[dtype], kind
+        if learns:
+            assert error(torch.autograd.grad(out.sum(), q)[0], grad) < 2 * TOLERANCE[dtype], kind
+
+
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_that_no_query_of_a_mixed_batch_sees(device: str) -> None:
+    mask, reach, sinks = FREED_MASKS["sinks"]
+    q, slopes = torch.randn(10, 6, 32, device=device), torch.rand(6, device=device) / 8
+    for kind in FREED:
+        cache, whole = freed_pages(kind, [330, 200, 291], 16, reach, sinks, 9, device, torch.float32)
+        pages: dict[str, Any] = {"page_table": cache.table, "kv_lens": cache.lens}
+        out = flexmasks.varlen_attention(
+            q, cache.k, cache.v, [0, 1, 1, 10], mask=mask, score="alibi", slopes=slopes, **pages
+        )
+        for own, sequence in ((slice(0, 1), 0), (slice(1, 10), 2)):
+            want, _ = _seen_by_window(
+                q[own].transpose(0, 1)[None], whole[sequence : sequence + 1], reach, sinks, slopes
+            )
+            assert error(out[own].transpose(0, 1)[None], want) < TOLERANCE[torch.float32], kind
+
+
+def _seen_by_window(
+    q: Tensor, whole: list[tuple[Tensor, Tensor]], reach: int, sinks: int, slopes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of the last queries in float64, and the gradient of its sum by the queries."""
+    wants, grads = [], []
+    for own, (k, v) in zip(q.detach().double().cpu().split(1), whole, strict=True):
+        own.requires_grad_()
+        at_q, at_kv = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None], torch.arange(k.shape[2])
+        visible = (at_kv <= at_q) & ((at_q - at_kv <= reach) | (at_kv < sinks))
+        bias = slopes.double().cpu().view(1, -1, 1, 1) * (at_kv - at_q)
+        out = attend(own, k, v, visible, lambda s, bias=bias: s + bias)[0]  # type: ignore[misc]
+        wants.append(out.detach())
+        grads.append(torch.autograd.grad(out.sum(), own)[0])
+    return torch.cat(wants), torch.cat(grads)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.campaign), DEVICES[1]])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_pages_that_no_query_sees_inside_a_compiled_model(queries: int, device: str) -> None:
+    mask, reach, sinks = FREED_MASKS["sinks"]
+    slopes = torch.rand(6, device=device) / 8
+
+    def model(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return flexmasks.paged_attention(q + 1, k, v, table, lens, mask=mask, score="alibi", slopes=slopes) * 2
+
+    compiled = torch.compile(model, fullgraph=True)
+    for kind in FREED:
+        cache, whole = freed_pages(kind, [330, 200, 291], 16, reach, sinks, queries, device, torch.float32)
+        q = torch.randn(3, 6, queries, 32, device=device)
+        with torch.no_grad():
+            out = compiled(q, cache.k.nan_to_num(0.0), cache.v, cache.table, cache.lens)
+        assert error(out, 2 * _seen_by_window(q + 1, whole, reach, sinks, slopes)[0]) < TOLERANCE[torch.float32]
+
+
+@st.composite
+def odd_tables(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, int, int, int]:
+    """Draw a table with any pages, lengths, page size, pages in the pool, queries, and where they start."""
+    batch, columns, page_size = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    n_pages = draw(st.integers(1, 5))
+    rows = [[draw(st.integers(-1, n_pages)) for _ in range(columns)] for _ in range(batch)]
+    lens = [draw(st.integers(0, columns * page_size)) for _ in range(batch)]
+    queries = draw(st.integers(1, 4))
+    start = draw(st.integers(0, max(0, columns * page_size - queries)))
+    return torch.tensor(rows), torch.tensor(lens), page_size, n_pages, queries, start
+
+
+@short_and_campaign(20, campaign=1000)
+def test_any_odd_table(examples: int) -> None:
+    inner = st.sampled_from(["window", "sinks", "prefix", "full"])
+    try_examples(examples, _check_odd_table, odd_tables(), inner)
+
+
+def _check_odd_table(cache: tuple[Tensor, Tensor, int, int, int, int], inner: str) -> None:
+    """A call is right, or raises where a query sees a key that is not there."""
+    table, lens, page_size, n_pages, queries, start = cache
+    room, masks = table.shape[1] * page_size, {"window": (5, 0), "sinks": (5, 2), "prefix": (-1, 7), "full": (99, 99)}
+    reach, sinks = masks[inner]
+    mask = lambda b, h, q, kv: ((q - kv <= reach) & (kv <= q)) | (kv < sinks)  # noqa: E731
+    at_q, at_kv = torch.arange(start, start + queries)[:, None], torch.arange(room)
+    seen = mask(0, 0, at_q, at_kv)
+    slots = torch.where((table >= 0) & (table < n_pages), table, -1).repeat_interleave(page_size, 1) * page_size
+    slots = torch.where(slots < 0, -1, slots + at_kv % page_size)  # [B, room]
+    needed = seen.any(0) & (at_kv < lens[:, None])
+    is_there = not bool((needed & (slots < 0)).any())
+    in_pool = torch.zeros(len(table), queries, n_pages * page_size, dtype=torch.bool)
+    is_last = True
+    for b, row in enumerate(slots.tolist()):
+        own = row[: int(lens[b])]
+        last = {slot: n for n, slot in enumerate(own) if slot >= 0}
+        is_last &= all(last[slot] == n for n, slot in enumerate(own) if slot >= 0 and needed[b, n])
+        for slot, n in last.items():
+            in_pool[b, :, slot] = seen[:, n]
+    q, (k, v) = torch.randn(len(table), 2, queries, 8), torch.randn(2, n_pages, page_size, 1, 8)
+    by_position = [x.double().flatten(0, 1)[slots.clamp(min=0)].transpose(1, 2) for x in (k, v)]
+    want = attend(q.double(), *by_position, (seen & (at_kv < lens[:, None, None]))[:, None])[0]
+    pool = flexmasks.paged(mask, table, lens, page_size)
+    for is_right, call in (
+        (is_there, lambda: flexmasks.paged_attention(q, k, v, table, lens, mask=mask, q_offset=start)),
+        (
+            is_there and is_last,
+            lambda: flexmasks.paged_attention(
+                q.requires_grad_(), k, v, table, lens, mask=mask, q_offset=start, backend="reference"
+            ),
+        ),
+    ):
+        if is_right:
+            assert error(call(), want) < TOLERANCE[torch.float32]
+        else:
+            with pytest.raises(ValueError, match=r"paged_attention: `page_table` (must have|has a page twice)"):
+                call()
+    if is_there and is_last:
+        got = flexmasks.dense_mask(pool, queries, n_pages * page_size, q_offset=start)
+        assert torch.equal(got[:, 0].expand_as(in_pool), in_pool)
+
+
 # --- compared with a whole prefill of contiguous keys and values ---
 
 
@@ -815,9 +1010,21 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "page not there": (
         {"page_table": torch.tensor([[0, 1], [2, 8]])},
         ValueError,
-        "paged_attention: `page_table` must have pages 0..7 where it is in use, got 8 for page 1 of batch element 1",
+        "paged_attention: `page_table` must have pages 0..7 where a query sees keys, "
+        "got 8 for page 1 of batch element 1",
     ),
-    "page twice": ({"page_table": torch.tensor([[0, 1], [2, 2]])}, ValueError, "a page twice in batch element 1"),
+    "page freed too early": (
+        {"page_table": torch.tensor([[0, -1], [2, 3]]), "mask": "sliding_window", "window": 17},
+        ValueError,
+        "paged_attention: `page_table` must have pages 0..7 where a query sees keys, "
+        "got -1 for page 1 of batch element 0",
+    ),
+    "page twice": (
+        {"page_table": torch.tensor([[0, 1], [2, 2]]), "q": Q.clone().requires_grad_(), "backend": "reference"},
+        ValueError,
+        "paged_attention: `page_table` has a page twice in batch element 1, page 2, of which only the last keys count, "
+        "but a query sees an earlier one, key 0 of 17",
+    ),
     "keys beyond the pages": (
         {"kv_lens": torch.tensor([33, 4])},
         ValueError,

@@ -288,6 +288,7 @@ class _Fixed(NamedTuple):
 
     lengths: numbers of queries and of keys of a call whose queries start where a tensor says; None for pages.
     parts: in how many pages the kernel reads each page of the caches.
+    pages: the number of pages of the caches, 0 without pages.
     """
 
     left: int | None
@@ -297,6 +298,7 @@ class _Fixed(NamedTuple):
     with_lse: bool
     lengths: tuple[int, int] | None
     parts: int
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -330,19 +332,23 @@ class Fa4EndReplay(Replay):
         right: int | None = 0
         if call.pages is None:
             intervals = cast(Intervals, call.mask.intervals)
-            left, lengths, parts = intervals.left, (q_len, kv_len), 1
+            left, lengths, parts, pages = intervals.left, (q_len, kv_len), 1, 0
             given = [cast(Tensor, intervals.offset)]
         else:
             band = cast(Band, _band_in(call.pages, call))
-            left, right, lengths, parts = band.left, _reaching(band.right, q_len), None, _parts_of_pages(*call.kv)
+            left, right, lengths = band.left, _reaching(band.right, q_len), None
+            parts, pages = _parts_of_pages(*call.kv), len(call.pages.k_cache)
             given = [call.pages.lens.detach(), call.pages.table.detach()]
-        fixed = _Fixed(_reaching(left, kv_len), right, call.scale, call.cap, call.with_lse, lengths, parts)
+        fixed = _Fixed(_reaching(left, kv_len), right, call.scale, call.cap, call.with_lse, lengths, parts, pages)
         return cls._made(fixed, given)
 
     @classmethod
     def _made(cls, fixed: _Fixed, given: Sequence[Tensor]) -> Fa4EndReplay:
         if fixed.lengths is None:
-            return cls(fixed, tuple(given), _in_int32(given[0]), _in_parts(given[1], fixed.parts))
+            sees_all = fixed.left is None and fixed.right in (None, 0)
+            # The kernel reads whole tiles of keys, and entries of keys that no query sees may be anything.
+            table = given[1] if sees_all else given[1].clamp(0, fixed.pages - 1)
+            return cls(fixed, tuple(given), _in_int32(given[0]), _in_parts(table, fixed.parts))
         return cls(fixed, tuple(given), _ends(given[0], fixed.lengths), None)
 
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:

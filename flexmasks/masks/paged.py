@@ -1,7 +1,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from flexmasks.spec import (
@@ -10,6 +9,7 @@ from flexmasks.spec import (
     example_pages,
     get_mask,
     get_score,
+    positions_in_pages,
     prepare_pages,
     register_mask,
     says_what_to_write,
@@ -32,12 +32,14 @@ def paged_mask(
     first_positions: Tensor,
     kv_lens: Tensor,
     page_size: int,
+    earlier_positions: Tensor,
 ) -> Tensor:
     """Any mask over a paged KV cache, one pool of pages for all batch elements.
 
     inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
     page_table: [B, P]; entry p of a sequence is the page of the pool that holds its keys from p * page_size on. Entries
-        past a sequence's last page may hold anything; sequences may share pages.
+        of keys that no query sees may hold anything; sequences may share pages. Of a page that a sequence holds twice,
+        as in a ring, the last keys count.
     kv_lens: number of keys of each sequence. Keys past it, and in pages of other sequences, are hidden.
     page_size: number of keys in a page; the number of keys of the whole pool must be a multiple of it.
 
@@ -50,9 +52,8 @@ def paged_mask(
         PagedBlockDiagonalCausalWithOffsetGappyKeysMask, with sliding_window
         PagedBlockDiagonalCausalLocalPaddedKeysMask.
     """
-    first = first_positions[b, kv // page_size]
-    position = torch.where(first < 0, 0, first) + kv % page_size
-    return (first >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
+    position = positions_in_pages(b, kv, first_positions, kv_lens, earlier_positions, page_size)
+    return (first_positions[b, kv // page_size] >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
 
 
 # fmt: off
@@ -85,8 +86,9 @@ def paged(
         inner: a Mask, the name of a mask without parameters, a mask function, or a Score. Inside there are
             P * page_size keys.
         page_table: int[B, P]; entry [b, p] is the page of the pool that holds the keys of batch element b from
-            p * page_size on. Only the first ceil(kv_lens[b] / page_size) entries of row b are read. Batch elements may
-            share pages (of a common prefix).
+            p * page_size on. Only the first ceil(kv_lens[b] / page_size) entries of row b are read, and those of keys
+            that no query sees may hold anything. Batch elements may share pages (of a common prefix). Of a page that
+            one of them holds twice (a ring), each slot holds the last of its keys.
         kv_lens: int[B], the number of keys of each batch element, from 0 to P * page_size.
         page_size: keys in a page, at least 1.
 

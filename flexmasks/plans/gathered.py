@@ -28,6 +28,7 @@ class Gathered:
     lasts: Tensor
     q_offset: Tensor  # int64[G]
     kv_lens: Tensor  # int64[G]
+    is_whole: bool  # all keys of the call lie in pages
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +59,14 @@ def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, 
     together = max(1, _MAX_BYTES // (columns * cache[0].numel() * cache.element_size()))
     q_offset = offsets_of(q_offset, batch, kv_lens.device)
     firsts, lasts = q_offset.int(), (q_offset + q_len - 1).int()
+    used = torch.arange(0, columns * size, size) < kv_lens[:, None]
+    is_whole = not bool((used & ((page_table < 0) | (page_table >= len(cache)))).any())
     parts = []
     for first in range(0, batch, together):
         members = slice(first, min(first + together, batch))
-        pages = [page_table[b, : -(-lens[b] // size)].long().clone() for b in range(members.start, members.stop)]
+        numbers = (page_table[b, : -(-lens[b] // size)].long() for b in range(members.start, members.stop))
+        pages = [own.clamp(0, len(cache) - 1) for own in numbers]  # entries of keys that no query sees may be anything
         sequences = torch.arange(members.start, members.stop, dtype=torch.int32, device=kv_lens.device)
         rows = q_offset[members].clone(), kv_lens[members].long().clone()
-        parts.append(Gathered(members, pages, columns * size, sequences, firsts, lasts, *rows))
+        parts.append(Gathered(members, pages, columns * size, sequences, firsts, lasts, *rows, is_whole))
     return parts

@@ -1,10 +1,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flexmasks.spec import example_pages, get_score, prepare_pages, register_score, size_inside_pages
+from flexmasks.spec import (
+    example_pages,
+    get_score,
+    positions_in_pages,
+    prepare_pages,
+    register_score,
+    size_inside_pages,
+)
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -23,6 +29,7 @@ def paged(
     first_positions: Tensor,
     kv_lens: Tensor,
     page_size: int,
+    earlier_positions: Tensor,
 ) -> Tensor:
     """Any score change over a paged KV cache.
 
@@ -33,5 +40,4 @@ def paged(
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     """
-    first = first_positions[b, kv // page_size]
-    return inner(score, b, h, q, torch.where(first < 0, 0, first) + kv % page_size)
+    return inner(score, b, h, q, positions_in_pages(b, kv, first_positions, kv_lens, earlier_positions, page_size))

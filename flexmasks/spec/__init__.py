@@ -24,6 +24,7 @@ from flexmasks.spec.indexing import pair as pair
 from flexmasks.spec.indexing import per_batch as per_batch
 from flexmasks.spec.indexing import row_of as row_of
 from flexmasks.spec.layouts import example_pages as example_pages
+from flexmasks.spec.layouts import positions_in_pages as positions_in_pages
 from flexmasks.spec.layouts import prepare_pages as prepare_pages
 from flexmasks.spec.layouts import prepare_sequences as prepare_sequences
 from flexmasks.spec.layouts import size_inside_pages as size_inside_pages

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from flexmasks.blocks.build import build
+from flexmasks.blocks.decide import Axis, decide
+from flexmasks.blocks.work import Work
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
@@ -130,53 +135,124 @@ def prepare_pages(
     kv_lens: Annotated[Tensor, "int[B] in 0.."],
     page_size: Annotated[int, "int in 1.."],
 ) -> dict[str, Any]:
-    """Find the first position of each page in each sequence, -1 in sequences that do not hold the page.
+    """Find where the keys of each page start in each sequence, -1 in sequences that do not hold the page.
 
-    Without sizes the pool ends with the last page that is in use.
+    Of a page that a sequence holds twice, the last keys count. Without sizes the pool ends with the last page in use.
     """
-    batch, columns = page_table.shape
     page_table = page_table.long()  # page numbers may come in a narrow dtype that the pool's size does not fit
-    starts = torch.arange(0, columns * page_size, page_size, dtype=torch.int32, device=page_table.device)
-    used = starts < kv_lens[:, None]
     if size is None:
+        used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < kv_lens[:, None]
         pages = 1 + int(torch.where(used, page_table, 0).amax())
     elif size.kv_len % page_size:
         raise ValueError(f"`page_size` = {page_size} must divide the {size.kv_len} keys of the call into whole pages.")
     else:
         pages = size.kv_len // page_size
-    inside = used & (page_table >= 0) & (page_table < pages)
-    # Table entries that are not in use are scattered to an extra column, which is then cut off.
-    first = torch.full((batch, pages + 1), -1, dtype=torch.int32, device=page_table.device)
-    first.scatter_(1, torch.where(inside, page_table, pages), starts.expand(batch, columns))
-    first = first[:, :pages].contiguous()
     if may_read(size, page_table, kv_lens):
-        _check_pages(page_table, kv_lens, page_size, used, inside, first)
-    return {"inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size}
+        check_pages(size, inner, page_table, kv_lens, page_size, pages)
+    first, earlier = _first_positions(page_table, kv_lens, page_size, pages)
+    return {
+        "inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size,
+        "earlier_positions": earlier,
+    }  # fmt: skip
 
 
-def _check_pages(
-    page_table: Tensor, kv_lens: Tensor, page_size: int, used: Tensor, inside: Tensor, first: Tensor
+def _first_positions(page_table: Tensor, kv_lens: Tensor, page_size: int, pages: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of the first keys in pages, int32.
+
+    They are [B, pages], in each sequence, and -1 in those that do not hold the page; and [B], what the last page in use
+    held before, or holds: in a ring, its slots behind the last key have keys of the turn before.
+    """
+    batch, columns = page_table.shape
+    starts = torch.arange(0, columns * page_size, page_size, dtype=torch.int32, device=page_table.device)
+    used = starts < kv_lens[:, None]
+    inside = used & (page_table >= 0) & (page_table < pages)
+    # Entries of no page, or not in use, are scattered to an extra column, which is then cut off.
+    first = torch.full((batch, pages + 1), -1, dtype=torch.int32, device=page_table.device)
+    first.scatter_reduce_(1, torch.where(inside, page_table, pages), starts.expand(batch, columns), "amax")
+    last = (used.sum(1, keepdim=True) - 1).clamp(min=0)
+    is_earlier = inside & (page_table == page_table.gather(1, last)) & (starts < last * page_size)
+    earlier = torch.where(is_earlier, starts, -1).amax(1)
+    earlier = torch.where(earlier < 0, last[:, 0].int() * page_size, earlier)
+    return first[:, :pages].contiguous(), earlier
+
+
+def positions_in_pages(
+    b: Tensor, kv: Tensor, first_positions: Tensor, kv_lens: Tensor, earlier_positions: Tensor, page_size: int
+) -> Tensor:
+    """Return the positions of slots of a pool in sequences, and any in sequences that do not hold their page."""
+    first, slot = first_positions[b, kv // page_size], kv % page_size
+    position = torch.where(first < 0, 0, first) + slot
+    return torch.where(position < kv_lens[b], position, earlier_positions[b] + slot)
+
+
+def check_pages(
+    size: Size | None,
+    inner: Any,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    pages: int,
+    *,
+    by_position: bool = False,
+    sequences: Tensor | None = None,
 ) -> None:
-    """Raise ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice."""
-    columns, pages = page_table.shape[1], first.shape[1]
-    counts = torch.stack([kv_lens.amax(), used.sum(), inside.sum(), (first >= 0).sum()])
-    longest, in_use, in_pool, distinct = counts.tolist()
+    """Raise ValueError for lengths that exceed the table, and for keys that a query sees and that are not there.
+
+    The host reads the values.
+
+    pages: the number of pages of the pool.
+    by_position: whether each key is read from the page of its position, so that a page may have the keys of several.
+    sequences: what batch elements are called in messages.
+    """
+    page_table, columns = page_table.long(), page_table.shape[1]
+    starts = torch.arange(0, columns * page_size, page_size, device=page_table.device)
+    used = starts < kv_lens[:, None]
+    outside = used & ((page_table < 0) | (page_table >= pages))
+    missing = torch.where(outside, page_size, 0)  # how many of the first keys of each entry are not in its page
+    if not by_position:
+        first, earlier = _first_positions(page_table, kv_lens, page_size, pages)
+        newest = first.gather(1, page_table.clamp(0, pages - 1))
+        # The last page in use may have replaced some keys, other pages have replaced all.
+        replaced = torch.where(starts == earlier[:, None], kv_lens[:, None] - newest, page_size).clamp(max=page_size)
+        missing = torch.where(used & ~outside & (newest > starts), replaced, missing)
+    longest, most_missing = torch.stack([kv_lens.amax().long(), missing.amax()]).tolist()
     if longest > columns * page_size:
         raise ValueError(
             f"`kv_lens` must be at most {columns} pages * `page_size` {page_size} = {columns * page_size}, "
             f"got {longest}."
         )
-    if in_pool < in_use:
-        b, place = (used & ~inside).nonzero()[0].tolist()
+    if size is None or not isinstance(inner, Mask) or not size.q_len or not most_missing:
+        return
+    size = replace(size, kv_len=columns * page_size)
+    mask_mod, sizes, device = _mod_of(inner, size), (size.batch, size.heads), page_table.device
+    queries, entries = Axis(size.q_len, size.q_len), Axis(size.kv_len, page_size)
+    possible = decide(mask_mod, *sizes, queries, entries, device).possible.to(device)
+    if not bool(((missing > 0) & possible.any(2).any(1)).any()):
+        return
+    sizes = *sizes, size.q_len, size.kv_len
+    keys = build(mask_mod, *sizes, device, (size.q_len, 1), work=Work.bounded(math.prod(sizes)))
+    slots = torch.arange(page_size, device=device)
+    is_seen = keys.block_mask(mask_mod).to_dense().bool().any(2).any(1).unflatten(1, (columns, page_size))
+    is_seen = is_seen & (slots < missing[..., None]) & (starts[:, None] + slots < kv_lens[:, None, None])
+    for b, place, slot in is_seen.nonzero()[:1].tolist():
+        name, length, page = int(b if sequences is None else sequences[b]), int(kv_lens[b]), int(page_table[b, place])
+        if outside[b, place]:
+            raise ValueError(
+                f"`page_table` must have pages 0..{pages - 1} where a query sees keys, got {page} for page {place} of "
+                f"batch element {name}, which has {length} keys."
+            )
         raise ValueError(
-            f"`page_table` must have pages 0..{pages - 1} where it is in use, got {int(page_table[b, place])} for page "
-            f"{place} of batch element {b}, which has {int(kv_lens[b])} keys."
+            f"`page_table` has a page twice in batch element {name}, page {page}, of which only the last keys count, "
+            f"but a query sees an earlier one, key {place * page_size + slot} of {length}."
         )
-    if distinct < in_use:
-        b = int((used.sum(1) != (first >= 0).sum(1)).nonzero()[0])
-        raise ValueError(
-            f"`page_table` has a page twice in batch element {b}; sequences may share a page, but not repeat it."
-        )
+
+
+def _mod_of(mask: Mask, size: Size) -> Callable[..., Tensor]:
+    """Return the mask_mod of queries that start where the sizes say."""
+    mask_mod, starts = mask.bind(mask.resolve(size)), size.starts
+    if starts is None:
+        return lambda b, h, q, kv: mask_mod(b, h, q + size.q_offset, kv)
+    return lambda b, h, q, kv: mask_mod(b, h, q + starts[b].type_as(q), kv)
 
 
 def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Tensor, page_size: int) -> Size:
