@@ -13,6 +13,7 @@ from flexmasks.given import check_return_max, longest, mask_or_blocks, on_device
 from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
+from flexmasks.spec.definitions import KEYWORDS
 
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
@@ -554,7 +555,7 @@ def _explained() -> list[str]:
     return [name for name in later.request.Request._fields if name != "params"]
 
 
-@says_what_to_write(lambda *given: named(given[3], _explained()))
+@says_what_to_write(lambda *given: named(given[3], _explained()), also=KEYWORDS)
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 

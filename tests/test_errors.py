@@ -136,12 +136,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a score's name as mask": (masked("softcap"), "'softcap' is a score, pass it as `score=`"),
     "unknown parameter": (
         masked("sliding_window", windw=3),
-        "no parameter is named `windw`; mask 'sliding_window' takes",
+        "no parameter is named `windw`; did you mean `window`?",
     ),
-    "parameter of nothing": (masked(window=3), "no parameter is named `window`; no mask or score is given by name"),
+    "parameter of nothing": (masked(window=3), "no argument is named `window`; no mask or score is given by name"),
     "unknown parameter of get_mask": (
         lambda: flexmasks.get_mask("local", left=1, rigth=2),
-        "mask 'local' has no parameter `rigth`; takes `left`, `right`",
+        "no parameter is named `rigth`; did you mean `right`?",
     ),
     "missing parameter": (masked("sliding_window"), "mask 'sliding_window' needs `window` (int in 0"),
     "two missing parameters": (
@@ -307,9 +307,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "no dropout of attention weights: leave it out, and use torch.nn.",
     ),
     "dropout": (masked(dropout=0.0), "there is no dropout of attention weights"),
-    "softmax_scale": (masked(softmax_scale=1.0), "pass `scale`"),
+    "softmax_scale": (masked(softmax_scale=1.0), "did you mean `scale`?"),
     "deterministic": (masked(deterministic=True), "call torch.use_deterministic_algorithms(True)"),
-    "return_softmax_lse": (masked(return_softmax_lse=True), "pass return_lse=True"),
+    "return_softmax_lse": (masked(return_softmax_lse=True), "did you mean `return_lse`?"),
     "need_weights": (masked(need_weights=False), "no call returns attention weights"),
     "logits_soft_cap": (masked(logits_soft_cap=3.0), 'pass score="softcap", cap=...'),
     "sinks": (masked(sinks=Q[0, :, 0, 0]), "learned sinks are `sink_logits`"),
@@ -356,15 +356,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "bool": (masked(True), "got True"),
     "whole numbers": (
         masked(torch.ones(64, 64).int()),
-        "a dense mask `m`, where 0 is hidden, is mask='dense', visible",
+        "a dense mask `m`, where 0 is hidden, is mask=m.bool()",
     ),
     "Score as mask": (masked(CHECKERBOARD), "checkerboard() is a score, pass it as `score=`"),
     "Mask as score": (scored(CAUSAL), "causal() is a mask, pass it as `mask=`"),
     "number among scores": (scored(["checkerboard", 3]), "`score` must be a name, a Score or a function, got 3"),
     "no mask": (blocks_of(None), "`mask` must be a name, a Mask or a function, got None"),
     # algebra
-    "and of masks": (lambda: CAUSAL and DOCUMENT, "a mask has no truth value; combine masks with `&`"),
-    "not": (lambda: not CAUSAL, "a mask has no truth value"),
+    "and of masks": (
+        lambda: CAUSAL and DOCUMENT,
+        "not by `and`, `or`, `not`, `if`; got causal()",
+    ),
+    "not": (lambda: not CAUSAL, "masks are combined by `&`, `|` and `~`, not by"),
     "& number": (lambda: CAUSAL & 5, "got 5"),
     "& unknown name": (lambda: "casual" | DOCUMENT, "no mask is named 'casual'; did you mean 'causal'"),
     "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, but checkerboard() is a score"),
@@ -397,7 +400,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "block_size 0": (blocks_of("causal", block_size=0), "`block_size` must be an int above 0 or a pair, got 0"),
     "block_size of three": (blocks_of("causal", block_size=(1, 2, 3)), "got (1, 2, 3)"),
     "dense_mask": (lambda: flexmasks.dense_mask("causal", 4, q_offset=-1), "flexmasks.dense_mask: `q_offset` must be"),
-    "explain": (lambda: flexmasks.explain(Q, K, V, mask="causal", window=3), "no parameter is named `window`"),
+    "explain": (lambda: flexmasks.explain(Q, K, V, mask="causal", window=3), "no argument is named `window`"),
     # backends
     "unknown backend": (masked(backend="tritn"), "`backend` must be 'auto' or one of 'fa4', 'decode', 'sdpa'"),
     "backend None": (masked(backend=None), "got None"),
@@ -512,17 +515,20 @@ def registered(**hooks: Any) -> Callable[[], Any]:
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     # masks and scores of wrong kinds
     "mask a list of one wrong": (masked(["causal", 3]), "`mask` must be a name, a Mask or a function, got 3"),
-    "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask='dense'"),
-    "a BlockMask in a list": (masked([BLOCKS]), "got a BlockMask; pass it as `block_mask=`"),
+    "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask=torch.as"),
+    "a BlockMask in a list": (masked([BLOCKS]), "got a BlockMask; it is `block_mask=` of flexmasks.attention"),
     "mask of softmax a BlockMask": (softmax(mask=BLOCKS), "got a BlockMask"),
     "mask a long list": (masked([0] * 10000), "got 0"),
     "mask bytes": (masked(b"causal"), "got b'causal'"),
     "mask capital": (masked("Causal"), "did you mean 'causal'"),
     "mask with a hyphen": (masked("sliding-window", window=3), "did you mean 'sliding_window'"),
     "score a vector": (scored(torch.zeros(64)), "a bias `m`, [queries, keys] or [batch or 1"),
-    "score a BlockMask": (scored(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "score a BlockMask": (scored(BLOCKS), "got a BlockMask; it is `block_mask=` of flexmasks.attention"),
     "score among None": (scored(["alibi", None]), "`score` must be a name, a Score or a function, got None"),
-    "& tensor": (lambda: CAUSAL & ONES, "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
+    "& tensor": (
+        lambda: CAUSAL & ONES.int(),
+        "got int32[64, 64]; a dense mask `m`, where 0 is hidden, is mask=m.bool()",
+    ),
     "& None": (lambda: CAUSAL & None, "got None"),  # type: ignore[operator]
     "get_mask of a builtin": (lambda: flexmasks.get_mask(len), "must take (b, h, q, kv) by position"),
     "a Mask of numbers": (lambda: CAUSAL(0, 0, 3, 2), "is called with index tensors, such as torch.tensor(3), got 3"),
@@ -533,11 +539,11 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "q_offset a set": (masked(q_offset={1, 2}), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
     "q_offset of no dimension": (masked("causal", q_offset=torch.tensor(3)), "got int64[] on cpu"),
     "q_offset beyond 2**31": (masked("causal", q_offset=torch.tensor([2**40, 1])), "at most 2**31 - 64"),
-    "misspelt argument": (
-        masked("causal", retrun_lse=True),
-        "mask 'causal' takes none; or is it the argument `retu",
+    "misspelt argument": (masked("causal", retrun_lse=True), "named `retrun_lse`; did you mean `return_lse`?"),
+    "misspelt mask": (
+        lambda: flexmasks.explain(Q, K, V, maks="causal"),
+        "explain: no argument is named `maks`; did you mean `mask`?",
     ),
-    "misspelt mask": (lambda: flexmasks.explain(Q, K, V, maks="causal"), "or is it the argument `mask`"),
     "explain with sinks of other heads": (
         lambda: flexmasks.explain(Q, K, V, sink_logits=torch.zeros(3)),
         "`sink_logits` must be a floating tensor [H] = [4]",
@@ -753,7 +759,7 @@ BY_POSITION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (Q, K, V, flexmasks.block_mask("causal", 64)),
         "write `block_mask=` before the block mask",
     ),
-    "attention, booleans": (flexmasks.attention, (Q, K, V, torch.ones(64, 64) > 0), 'mask="dense", visible=m'),
+    "attention, booleans": (flexmasks.attention, (Q, K, V, torch.ones(64, 64) > 0), "write mask=m for a"),
     "attention, as SDPA": (flexmasks.attention, (Q, K, V, None, 0.0, True), "mask=, score=, scale=, block_mask="),
     "explain": (flexmasks.explain, (Q, K, V, "causal"), 'write mask="causal"'),
     "varlen_attention": (flexmasks.varlen_attention, (Q[0], K[0], V[0], [0, 4], None, "full"), 'write mask="full"'),

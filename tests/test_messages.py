@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import math
+import operator
 import re
 import sys
 import traceback
@@ -21,9 +22,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import flex_attention as torch_flex
 
 import flexmasks
-from flexmasks import orders
+from flexmasks import orders, trees
 from flexmasks.bench import demo
 from flexmasks.integrations import distributed
 from flexmasks.kernels import compiling
@@ -213,13 +215,237 @@ def test_modules() -> None:
     assert "a module; write the name of a mask" in refused(mask=flexmasks.masks)
 
 
+# Calls with what they need, and the parameters of their mask.
+CAUSAL, IDS = flexmasks.get_mask("causal"), flexmasks.get_mask("document", document_ids=[0] * S)
+ALIBI, CAP = flexmasks.get_score("alibi"), flexmasks.get_score("softcap", cap=3.0)
+TOKENS, PAGES = torch.randn(6, H, D), torch.randn(4, 8, H, D)
+PUBLIC_CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "attention": (flexmasks.attention, (Q, K, V), {"backend": "reference"}),
+    "explain": (flexmasks.explain, (Q, K, V), {"backend": "reference"}),
+    "varlen": (flexmasks.varlen_attention, (TOKENS, TOKENS, TOKENS, [0, 6]), {}),
+    "paged": (flexmasks.paged_attention, (Q[:, :, :1], PAGES, PAGES, [[0], [1]], [3, 4]), {}),
+    "softmax": (flexmasks.masked_softmax, (torch.randn(B, H, S, S),), {}),
+    "hidden": (flexmasks.scaled_masked_softmax, (torch.randn(B, H, S, S), torch.ones(S, S) > 0), {}),
+    "blocks": (flexmasks.block_mask, ("causal", S), {}),
+    "dense": (flexmasks.dense_mask, ("causal", S), {}),
+    "plan": (flexmasks.plan, ("causal", S), {}),
+    "draw": (flexmasks.draw, ("causal", S), {}),
+    "trees": (trees.pack, ([[1, 2], [1, 3]],), {}),
+}
+
+
+def calling(name: str, **given: Any) -> Callable[[], Any]:
+    call, args, arguments = PUBLIC_CALLS[name]
+    return lambda: call(*args, **{**arguments, **given})
+
+
+def made(mask: str, **given: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.get_mask(mask, **given)
+
+
+def scored(score: Callable[..., Any]) -> Callable[[], Any]:
+    return calling("attention", score=score)
+
+
+SEEN = torch.ones(S, S) > 0
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    # arguments of calls elsewhere
+    "BLOCK_SIZE": (
+        calling("blocks", BLOCK_SIZE=64),
+        "block_mask: no argument is named `BLOCK_SIZE`; did you mean `block_size`?",
+    ),
+    "B": (calling("dense", B=2), "did you mean `batch`?"),
+    "H": (calling("plan", H=2), "flexmasks.plan: no argument is named `H`; did you mean `heads`?"),
+    "Q_LEN": (
+        lambda: flexmasks.block_mask("causal", Q_LEN=S),
+        "missing a required argument: 'q_len'; it takes mask, q_len",
+    ),
+    "KV_LEN": (lambda: flexmasks.dense_mask(KV_LEN=S, mask="causal"), "q_offset; for `KV_LEN` write `kv_len`."),
+    "query": (
+        lambda: flexmasks.attention(query=Q, key=K, value=V),
+        "for `query` write `q`; for `key` write `k`; for `value` write `v`.",
+    ),
+    "_compile": (calling("blocks", _compile=True), "leave it out"),
+    "dim": (calling("softmax", dim=-1), "leave it out: the softmax is over the last dimension, that of the keys."),
+    "dim of a mask": (calling("softmax", mask="causal", dim=-1), "leave it out: the softmax"),
+    "kernel_options": (
+        calling("paged", kernel_options={}),
+        "flexmasks.paged_attention: no argument is named `kernel_options`; it takes q,",
+    ),
+    "return_max": (calling("varlen", return_max=True), "flexmasks.attention has an argument of that name"),
+    "rotary_cos": (calling("varlen", rotary_cos=Q), "no argument is named `rotary_cos`; it takes q, k, v, offsets"),
+    "cache_seqlens": (calling("paged", cache_seqlens=[3, 4]), "did you mean `kv_lens`?"),
+    "cache_seqlens of attention": (
+        calling("attention", cache_seqlens=[3, 4]),
+        "pass them as `kv_lens`, with `page_table`",
+    ),
+    "cu_seqlens of packed": (lambda: flexmasks.packed("causal", cu_seqlens=[0, S]), "for `cu_seqlens` write `offsets`"),
+    **{
+        f"{n}": (calling("attention", **{n: True}), "no call returns attention weights")
+        for n in ("return_weights", "return_attention_weights", "need_weights", "output_attentions")
+    },
+    "softmax of a name": (
+        lambda: flexmasks.scaled_masked_softmax(torch.zeros(S, S), "causal"),
+        "got str; names, Masks and functions go to flexmasks.masked_softmax(x, mask=",
+    ),
+    "softmax of a Mask": (
+        lambda: flexmasks.scaled_masked_softmax(torch.zeros(S, S), CAUSAL),
+        "got Mask; names, Masks and functions go to",
+    ),
+    "softmax without heads": (
+        calling("softmax", mask=torch.ones(B, S, S) > 0),
+        "a mask [batch, queries, keys] is mask[:, None]",
+    ),
+    "trees by position": (lambda: trees.pack([[1]], [[2]]), "flexmasks.trees.pack takes sequences by position"),
+    "trees": (calling("trees", pad=0), "flexmasks.trees.pack: no argument is named `pad`"),
+    "pages of trees": (lambda: trees.pack([[1]]).pages(page=3), "flexmasks.trees.TreeBatch.pages: missing"),
+    # parameters of masks elsewhere
+    "kernel_size": (calling("attention", mask="natten", height=4, width=4, kernel_size=3), "did you mean `kernel`?"),
+    "kernel_size of get_mask": (made("natten", kernel_size=3), "did you mean `kernel`?"),
+    "canvas_h": (made("natten", canvas_h=3), "did you mean `height`?"),
+    "is_causal of natten": (made("natten", is_causal=True), "did you mean `causal`?"),
+    "window_size": (made("sliding_window", window_size=3), "did you mean `window`?"),
+    "window_size of a constructor": (lambda: flexmasks.masks.sliding_window(window_size=3), "did you mean `window`?"),
+    "window_size of local": (made("local", window_size=(3, 0)), "did you mean `left=..., right=...`?"),
+    "sliding_window": (made("sliding_window", sliding_window=3), "did you mean `window=sliding_window - 1`?"),
+    "W": (calling("attention", mask="sliding_window", W=3), "did you mean `window=W - 1`?"),
+    "chunk_size": (made("chunked_causal", chunk_size=3), "did you mean `chunk`?"),
+    "segment_ids": (calling("blocks", mask_mod=None), "did you mean `mask`?"),
+    "doc_ids": (made("document", segment_ids=[0]), "did you mean `document_ids`?"),
+    "soft_cap": (lambda: flexmasks.get_score("softcap", soft_cap=3.0), "did you mean `cap`?"),
+    "soft_cap of a call": (calling("attention", soft_cap=3.0), 'pass score="softcap", cap=...'),
+    # operators
+    **{
+        f"masks and {sign}": (
+            lambda operation=operation: operation(CAUSAL, IDS),
+            f"masks are combined by `&`, `|` and `~`, not by `{sign}`; got causal() and document(",
+        )  # type: ignore[misc]
+        for sign, operation in {
+            "+": operator.add,
+            "-": operator.sub,
+            "*": operator.mul,
+            "/": operator.truediv,
+            "@": operator.matmul,
+            "^": operator.xor,
+            "%": operator.mod,
+            "<": operator.lt,
+        }.items()
+    },
+    "minus a mask": (lambda: -CAUSAL, "not by `-`; got causal()."),  # type: ignore[operator]
+    "a sum of masks": (lambda: sum([CAUSAL, IDS]), "not by `+`; got causal() and 0"),  # type: ignore[list-item]
+    "a tensor plus a mask": (lambda: Q + CAUSAL, "not by `+`; got causal() and float32["),
+    "or of masks": (lambda: CAUSAL or IDS, "not by `and`, `or`, `not`, `if`; got causal()"),
+    "or of scores": (lambda: ALIBI or CAP, "score=[a, b], which applies them in turn, not by `and`, `or`"),
+    "a sum of scores": (
+        lambda: ALIBI + CAP,
+        "score=[a, b], which applies them in turn, not by `+`; got alibi() and softcap(cap=3.0)",
+    ),  # type: ignore[operator]
+    "scores and masks": (lambda: ALIBI & CAUSAL, "scores are combined as a list"),  # type: ignore[operator]
+    "masks and scores": (lambda: CAUSAL & ALIBI, "a mask is needed, but alibi() is a score"),
+    # names
+    **{
+        f"{name!r}": (
+            made(name),
+            f"mask=flexmasks.get_mask('causal'){sign}flexmasks.get_mask('document', document_ids=...).",
+        )
+        for name, sign in {
+            "causal+document": " & ",
+            "causal & document": " & ",
+            "causal, document": " & ",
+            "causal and document": " & ",
+            "causal | document": " | ",
+            "causal or document": " | ",
+        }.items()
+    },
+    "'~causal'": (made("~causal"), "mask=~flexmasks.get_mask('causal')."),
+    "'not causal'": (made("not causal"), "mask=~flexmasks.get_mask('causal')."),
+    "'causal()'": (made("causal()"), "pass mask=flexmasks.get_mask('causal')."),
+    "'sliding_window(window=3)'": (
+        made("sliding_window(window=3)"),
+        "pass mask=flexmasks.get_mask('sliding_window', window=...).",
+    ),
+    "'softcap+alibi'": (
+        lambda: flexmasks.get_score("softcap+alibi"),
+        "score=[flexmasks.get_score('softcap', cap=...), flexmasks.get_score('alibi')].",
+    ),
+    # scores that return something else
+    **{
+        f"a score of {got}": (
+            scored(lambda s, b, h, q, kv, x=x: x),
+            f"a score function must return a floating number for each score, got {got}. (File",
+        )
+        for got, x in {"None": None, "a float": 1.0, "a str": "x", "a ndarray": np.ones(3)}.items()
+    },
+    "a score of a tuple": (scored(lambda s, b, h, q, kv: (s, b)), "floating number for each score, got a tuple."),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    call, words = MISTAKES[name]
+    assert words in message_of(call)
+
+
+SIGNATURES_ELSEWHERE = (
+    "query key value attn_mask dropout_p is_causal scale enable_gqa "  # SDPA
+    "softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k block_table cache_seqlens qv num_splits pack_gqa learnable_sink rotary_cos seqused_k "
+    "cache_batch_idx leftpad_k sm_margin "  # FlashAttention
+    "attn_bias p op output_dtype kernel_size stride dilation rel_pos_bias "  # xformers, NATTEN
+    "attention_mask scaling sliding_window s_aux position_ids output_attentions "  # transformers
+    "custom_mask logits_soft_cap window_left sm_scale pos_encoding_mode"  # FlashInfer
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC_CALLS)
+def test_arguments_of_other_libraries(name: str) -> None:
+    """A call that does not take an argument says so by its name, and means only what it takes itself."""
+    peers = (torch_flex.create_block_mask, torch_flex.flex_attention, torch.nn.MultiheadAttention.forward)
+    theirs = {n for peer in peers for n in inspect.signature(peer).parameters} - {"self"}
+    call = PUBLIC_CALLS[name][0]
+    takes = {
+        *inspect.signature(call).parameters,
+        *(inspect.signature(flexmasks.attention).parameters if name == "explain" else ()),
+    }
+    where = ".".join([*(["flexmasks.trees"] if name == "trees" else ["flexmasks"]), call.__name__])
+    for argument in theirs.union(SIGNATURES_ELSEWHERE.split()) - takes:
+        message = message_of(calling(name, **{argument: 3}))
+        assert f" is named `{argument}`; " in message
+        if meant := re.search(r"(?:did you mean|write) `(\w+)", message):
+            assert meant[1] in takes
+        if " argument is named" in message:
+            assert message.startswith(f"{where}: ")
+        assert not message.endswith("takes none.") or "it takes" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "first"),
+    [
+        ("sliding", "sliding_window"), ("prefix", "prefix_lm"), ("doc", "document"), ("chunk", "chunked"),
+        ("pad", "padding"), ("documents", "document"), ("block", "block_causal"), ("SlidingWin", "sliding_window"),
+        ("key-pad", "key_padding"),
+    ],
+)  # fmt: skip
+def test_beginnings_of_names_come_first(part: str, first: str) -> None:
+    assert f"did you mean {first!r}" in message_of(flexmasks.get_mask, part)
+
+
+def test_a_boolean_tensor_is_combined_with_masks() -> None:
+    visible = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(3)) > 0.4
+    lower = torch.ones(S, S, dtype=torch.bool).tril()
+    for mask, want in ((CAUSAL & visible, visible & lower), (visible | CAUSAL, visible | lower)):
+        assert torch.equal(flexmasks.dense_mask(mask, S), want)
+        out = flexmasks.attention(Q, K, V, mask=mask, backend="reference")
+        assert torch.allclose(out, F.scaled_dot_product_attention(Q, K, V, attn_mask=want).nan_to_num(), atol=1e-5)
+
+
 # --- tensors in place of masks and scores ---
 
 SHAPES = [
     (S, S), (H, S, S), (B, S, S), (B, 1, S, S), (B, H, S, S), (1, H, S, S), (1, 1, S, S), (S,), (B, 1, 1, S),
     (1, 1, 1, S), (B, H, 1, S),
 ]  # fmt: skip
-ADVICE = re.compile(r"(mask='dense', visible|score='dense_bias', bias|mask='key_padding', attention_mask)=")
+ADVICE = re.compile(r"(?<!\w)(mask='key_padding', attention_mask|mask(?!='key)|score)=")
 
 
 def expressions(text: str) -> list[str]:
@@ -263,7 +489,7 @@ def test_advice_on_tensors_runs_when_pasted(of: str, kind: str) -> None:
         message = refused(**{kind: m})
         ends = [found.span() for found in ADVICE.finditer(message)]
         assert ends
-        assert "dense_bias" in message or plain.dtype == torch.bool or kind == "mask"
+        assert "score=" in message or plain.dtype == torch.bool or kind == "mask"
         for start, end in ends:
             choices = expressions(message[end:])
             choice = choices[len(choices) > 1 and shape[0] == B]
@@ -277,12 +503,32 @@ def test_advice_on_tensors_runs_when_pasted(of: str, kind: str) -> None:
             assert torch.allclose(out, want.nan_to_num(), atol=1e-5), (shape, choice)
 
 
+@pytest.mark.parametrize("kind", ["mask", "score"])
+def test_advice_on_shapes_runs_when_pasted(kind: str) -> None:
+    """Tensors that broadcast in SDPA, and those of nn.MultiheadAttention and of one dimension too many or too few."""
+    for shape in [(S, 1), (1, 1), (B, 1, S, 1), (1, H, S, 1), (B, H, 1, 1), (B, S, S), (B * H, S, S), (1, 1, 1, S, S)]:
+        m: Any = torch.randn(shape)
+        m = m > -0.5 if kind == "mask" else m
+        message = refused(**{kind: m})
+        advice = message.partition("; a tensor `m` like this is ")[2]
+        assert advice, shape
+        made = eval(advice.partition(" if it is ")[0].rstrip("."), {"m": m})
+        whole = m[:, None] if shape == (B, S, S) else m.view(B, H, S, S) if shape[0] == B * H else m
+        want = F.scaled_dot_product_attention(Q, K, V, attn_mask=whole.view(shape[1:]) if len(shape) == 5 else whole)
+        out = flexmasks.attention(Q, K, V, backend="reference", **{kind: made})
+        assert torch.allclose(out, want.nan_to_num(), atol=1e-5), shape
+    lengths = torch.tensor([3])
+    message = refused(mask="padding", seq_lens=lengths)
+    assert "got int64[1]; a tensor `m` like this is m.expand(2)." in message
+    assert "like this" not in refused(mask="padding", seq_lens=torch.tensor([3, 4, 5]))
+
+
 def test_tensors_by_the_names_of_other_libraries() -> None:
     added = torch.zeros(S, S)
     for name in ("attn_mask", "attn_bias"):
-        assert "score='dense_bias', bias=m" in refused(**{name: added})
-    assert "mask='dense', visible=m" in refused(attn_mask=added > 0)
-    assert "score='dense_bias'" in message_of(flexmasks.attention, Q, K, V, added)  # by position
+        assert "score=m" in refused(**{name: added})
+    assert "mask=m" in refused(attn_mask=added > 0)
+    assert "score=m" in message_of(flexmasks.attention, Q, K, V, added)  # by position
     assert "score='dense_bias', bias=x" in refused(mask="dense", visible=added)
     assert "add it to `x`" in message_of(flexmasks.masked_softmax, torch.zeros(1, 1, S, S), mask=added)
 

@@ -519,7 +519,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "q_offset": ({"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "[B] = [2]"),
     "sinks": ({"sink_logits": torch.zeros(3)}, TypeError, "floating tensor [H] = [4]"),
-    "unknown parameter": ({"window": 3}, TypeError, "no parameter is named `window`"),
+    "unknown parameter": ({"window": 3}, TypeError, "no argument is named `window`"),
     "seqused_k": ({"seqused_k": 3}, TypeError, "`kv_lens`"),
     "block_table": ({"block_table": 3}, TypeError, "`page_table`"),
 }

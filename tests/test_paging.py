@@ -1005,8 +1005,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "sequence 1 has kv_lens = 2 keys and 3 queries; pass `q_offset`",
     ),
-    "unknown parameter": ({"window": 3}, TypeError, "no parameter is named `window`"),
-    "a block mask": ({"block_mask": None}, TypeError, "no parameter is named `block_mask`"),
+    "unknown parameter": ({"window": 3}, TypeError, "no argument is named `window`"),
+    "a block mask": ({"block_mask": None}, TypeError, "no argument is named `block_mask`"),
     "page not there": (
         {"page_table": torch.tensor([[0, 1], [2, 8]])},
         ValueError,

@@ -111,7 +111,7 @@ def test_inside_compile() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "floats as a mask": (lambda: flexmasks.attention(*tensors(), mask=torch.randn(Q, KV)), "score='dense_bias'"),
+    "floats as a mask": (lambda: flexmasks.attention(*tensors(), mask=torch.randn(Q, KV)), "score=m"),
     "booleans as a score": (
         lambda: flexmasks.attention(*tensors(), score=torch.ones(Q, KV) > 0),
         "a dense mask `m` is",
@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "one row of keys": (lambda: flexmasks.attention(*tensors(), mask=torch.ones(KV) > 0), "a dense mask `m` is"),
     "a list with a BlockMask": (
         lambda: flexmasks.attention(*tensors(), mask=["causal", flexmasks.block_mask("causal", Q)], q_offset=0),
-        "pass it as `block_mask=`",
+        "it is `block_mask=` of",
     ),
 }
 

@@ -36,6 +36,9 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
 def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         result = score_mod(score, b, h, q, kv)
+        if not isinstance(result, Tensor):
+            got = "None" if result is None else f"a {type(result).__name__}"
+            raise TypeError(f"a score function must return a floating number for each score, got {got}.")
         return result.float() if result.dtype == torch.float64 and score.dtype != torch.float64 else result
 
     return changed

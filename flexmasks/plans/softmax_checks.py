@@ -64,9 +64,10 @@ def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...]
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     fits = _broadcasts if compat.is_compiling() else lambda m, n: m in (1, n)
     if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
+        hint = "; a mask [batch, queries, keys] is mask[:, None]" if mask.ndim == x.ndim - 1 == 3 else ""
         raise ValueError(
             f"{call}: `mask` must broadcast to x's shape {list(x.shape)}: each size, from the last, that of x or 1; "
-            f"got {describe(mask)}."
+            f"got {describe(mask)}{hint}."
         )
 
 
@@ -83,6 +84,8 @@ def _broadcasts(m: int, n: int) -> bool:
 def _check_tensor(call: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
     if not isinstance(value, Tensor):
         hint = "; use torch.as_tensor" if isinstance(value, ARRAYS) else ""
+        if name == "mask" and (isinstance(value, str) or callable(value)):
+            hint = "; names, Masks and functions go to flexmasks.masked_softmax(x, mask=..., scale=...)"
         raise TypeError(f"{call}: `{name}` {expected}, got {type(value).__name__}{hint}.")
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.by_name import KEYWORDS_ELSEWHERE, says_what_to_write
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import (
     CHAIN,
-    KEYWORDS,
     Definition,
-    advice_on_tensor,
+    advice_on_name,
     constructed_by,
     define,
     definition,
     hint_for,
-    owners_of,
+    of_pairs,
 )
-from flexmasks.spec.parameters import describe, in_message, is_dense
+from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor] | Tensor
@@ -36,8 +33,6 @@ Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment
 Layout = Literal["bhsd", "bshd"]
 Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
-# Keyword arguments of other libraries for tensors, and what they are here.
-_TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
 
 def _with_names(kind: str) -> Callable[..., str]:
@@ -95,7 +90,7 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     for name, value in params.items():
         takers = [i for i, (d, given) in enumerate(targets) if name in d.parameters and name not in given]
         if len(takers) != 1:
-            raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}.")
+            raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}")
         own_params[takers[0]][name] = value
     values = [(d, {**given, **own}) for (d, given), own in zip(targets, own_params, strict=True)]
     made = None
@@ -110,24 +105,17 @@ def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str,
         owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
         return (
             f"`{name}` is a parameter of {owners}; say which: pass flexmasks.get_mask(..., {name}=...) or "
-            f"flexmasks.get_score(..., {name}=...) instead of the name"
+            f"flexmasks.get_score(..., {name}=...) instead of the name."
         )
     if any(name in given for _, given in targets):
-        return f"`{name}` is given twice: the mask or score already has it"
-    if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
-        hint = advice_on_tensor(_TENSORS_ELSEWHERE[name], value)
-    elif name in KEYWORDS_ELSEWHERE:
-        hint = KEYWORDS_ELSEWHERE[name]
-    else:
-        takes = "; ".join(
-            f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
-            for d, given in targets
-        )
-        hint = f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
-        if name not in KEYWORDS and not compat.is_compiling():  # torch cannot trace difflib
-            near = difflib.get_close_matches(name, KEYWORDS, n=1, cutoff=0.7)
-            hint += "".join(f"; or is it the argument `{n}`" for n in near)
-    return f"no parameter is named `{name}`; {hint}"
+        return f"`{name}` is given twice: the mask or score already has it."
+    takes = "; ".join(
+        f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
+        for d, given in targets
+    )
+    free = tuple([p for d, given in targets for p in d.parameters if p not in given])
+    advice = advice_on_name(name, value, free, takes or "no mask or score is given by name")
+    return f"no parameter is named `{name}`; {advice}"
 
 
 def functions_of(kind: str, value: Any) -> Any:
@@ -152,26 +140,12 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
         if value.kind != kind:
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
-    if isinstance(value, Tensor) and is_dense(value) and value.ndim > 1:
-        of_pairs = _of_pairs(kind, value)
-        if of_pairs is not None:
-            return of_pairs
+    if (pairs := of_pairs(kind, value)) is not None:
+        return pairs
     if isinstance(value, bool) or not callable(value) or constructed_by(kind, value):
         got = f"{in_message(value)}{hint_for(kind, value)}"
         raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {got}.")
     return define(kind, value), {}
-
-
-def _of_pairs(kind: str, value: Tensor) -> tuple[Definition, Mapping[str, Any]] | None:
-    """Return the definition and parameters of a tensor of pairs, as SDPA takes one: booleans, or what is added.
-
-    value: [Q, KV], [H, Q, KV] or [B, H, Q, KV], with 1 for dimensions that are the same for all but KV.
-    """
-    name = {"mask": "dense", "score": "dense_bias"}[kind]
-    if (kind == "mask") != (value.dtype == torch.bool) or not (value.dtype == torch.bool or value.is_floating_point()):
-        return None
-    known = definition(kind, name)
-    return known, {next(iter(known.parameters)): value[None] if value.ndim == 3 else value}
 
 
 def _get(cls: type[_Value], name: Any, params: Mapping[str, Any]) -> _Value:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -13,48 +13,18 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.definitions import advice_on_tensor, owners_of
+from flexmasks.spec.definitions import advice_on_tensor, meant_by, owners_of
+from flexmasks.spec.elsewhere import ADVICE
 from flexmasks.spec.frames import of_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTENTION, _DROP_IN = "flexmasks.attention:", "flexmasks.flex."  # whose errors come from the former
-# Keyword arguments of torch and other libraries, and what to pass here instead.
-KEYWORDS_ELSEWHERE = {
-    "is_causal": 'pass mask="causal"',
-    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
-    "mask_mod": "pass `mask`",
-    "score_mod": "pass `score`",
-    "enable_gqa": "grouped heads are recognized from the shapes",
-    "causal": 'pass mask="causal"',
-    "attn_bias": "pass `score`, a name or function",
-    "attention_mask": 'pass `mask`: for padding mask="key_padding", attention_mask=m',
-    "key_padding_mask": 'pass mask="key_padding", attention_mask=m, where 1 is a key that is visible',
-    "softmax_scale": "pass `scale`",
-    "sm_scale": "pass `scale`",
-    "softcap": 'pass score="softcap", cap=...',
-    "alibi_slopes": 'pass score="alibi", slopes=...',
-    "block_mask": "only flexmasks.attention takes one; pass `mask`",
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "pass them to flexmasks.varlen_attention"),
-    "cu_seqlens_kv": "pass it to flexmasks.varlen_attention as `cu_seqlens_k`",
-    "deterministic": "call torch.use_deterministic_algorithms(True)",
-    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_aux"), "pass return_lse=True"),
-    **dict.fromkeys(("need_weights", "average_attn_weights"), "no call returns attention weights"),
-    **dict.fromkeys(("logits_soft_cap", "logit_cap"), 'pass score="softcap", cap=...'),
-    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "learned sinks are `sink_logits`"),
-    "num_splits": "leave it out: the keys are split as the call needs it",
-    "dtype": "convert q, k and v",
-    **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
-    "block_table": "pass it as `page_table`, with `kv_lens`",
-    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
-    "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
-    **dict.fromkeys(
-        ("dropout_p", "dropout"),
-        "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
-    ),
-}
+_UNKNOWN = re.compile(r"flexmasks: no parameter is named `(\w+)`; (?!did you mean)(.*)")
 
 
-def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Function], _Function]:
+def says_what_to_write(
+    hint: Callable[..., str] | None = None, also: tuple[str, ...] = ()
+) -> Callable[[_Function], _Function]:
     """Decorate a public call, so that its errors say what to write.
 
     Arguments by position that need names, arguments that the call does not take and missing ones raise a TypeError that
@@ -62,6 +32,7 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
 
     hint: takes all arguments that were given by position, and returns what to write, as the rest of a sentence after
         "write". By default the first argument that needs a name gets the name that fits its type.
+    also: the names of arguments that the call takes and its signature does not have.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -71,6 +42,7 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
         where = _public_name(function)
+        names = (*(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)), *also)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -84,6 +56,9 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
                 return function(*args, **kwargs)
             except (ValueError, TypeError) as error:
                 if str(error).startswith("flexmasks"):
+                    unknown = _UNKNOWN.match(str(error))
+                    if unknown and unknown[1] in kwargs and names:
+                        error.args = (_no_argument(where, unknown[1], names, unknown[2]),)
                     if where.startswith(_DROP_IN):
                         error.args = (str(error).replace(_ATTENTION, f"{where}:", 1),)
                     raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
@@ -97,10 +72,23 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
     return decorate
 
 
+def _no_argument(where: str, name: str, names: tuple[str, ...], advice: str) -> str:
+    """Return the message of a call with an argument that neither it nor its mask or score takes.
+
+    names: what the call takes.
+    advice: what mask and score make of it.
+    """
+    if meant := meant_by(name, names):
+        advice = f"did you mean `{meant}`?"
+    elif name not in ADVICE and not owners_of(name):
+        advice = f"it takes {', '.join(names)}; {advice}"
+    return f"{where}: no argument is named `{name}`; {advice}"
+
+
 def _public_name(function: Callable[..., Any]) -> str:
     parts = function.__module__.split(".")
-    is_elsewhere = parts[1:2] in (["integrations"], ["orders"], ["flex"]) or parts[1:] in (["masks"], ["scores"])
-    return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
+    has_own_names = parts[1] in ("integrations", "orders", "flex", "trees") or parts[1:] in (["masks"], ["scores"])
+    return ".".join([*(parts[:3] if has_own_names else parts[:1]), function.__qualname__])
 
 
 def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> str:
@@ -108,15 +96,15 @@ def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = tuple([p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD])
         takes = f"it takes {', '.join(names) or 'none'}"
-        unknown = next((name for name in kwargs if name not in names), None)
-        if unknown is None or "unexpected" not in str(error):
-            hints = [f"`{name}`: {KEYWORDS_ELSEWHERE[name]}" for name in kwargs if name in KEYWORDS_ELSEWHERE]
-            return f"{where}: {error}; {'; '.join([takes, *hints])}."
-        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)
-        hint = f"; did you mean `{near[0]}`" if near else owners_of(unknown)
-        return f"{where}: no argument is named `{unknown}`; {takes}{hint}."
+        others = [name for name in kwargs if name not in names]
+        known = ADVICE if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()) else {}
+        hints = {n: f"write `{meant}`" if (meant := meant_by(n, names)) else known.get(n, "") for n in others}
+        if others and "unexpected" in str(error):
+            hint = f"; {hints[others[0]]}" if hints[others[0]] else owners_of(others[0])
+            return f"{where}: no argument is named `{others[0]}`; {takes}{hint}."
+        return f"{where}: {error}; {'; '.join([takes, *(f'for `{n}` {hint}' for n, hint in hints.items() if hint)])}."
     return ""
 
 
@@ -128,8 +116,7 @@ def named(value: Any, names: list[str]) -> str:
     if isinstance(value, compat.BlockMask):
         kind = "block_mask"
     if isinstance(value, Tensor) and "mask" in names and value.ndim >= 2:
-        is_bool = value.dtype == torch.bool
-        return 'mask="dense", visible=m for a boolean tensor m' if is_bool else advice_on_tensor("mask", value)
+        return "mask=m for a boolean tensor m" if value.dtype == torch.bool else advice_on_tensor("mask", value)
     if kind in names:
         return f"`{kind}=` before the {kind.replace('_', ' ')}"
     return f"the names of the others: {', '.join(f'{name}=' for name in names)}"

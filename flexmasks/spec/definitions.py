@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.spec.code import method_as_function
-from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
+from flexmasks.spec.elsewhere import ADVICE, NAMES
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_dense, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Captured, captured_of
 
@@ -150,10 +152,9 @@ def check_names(definition: Definition, params: Mapping[str, Any]) -> None:
     """Raise TypeError if a parameter is unknown or missing."""
     kind, name, known = definition.kind, definition.name, definition.parameters
     if unknown := [n for n in params if n not in known]:
-        takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
-        raise TypeError(
-            f"flexmasks: {kind} {name!r} has no parameter `{unknown[0]}`; takes {takes}{owners_of(unknown[0])}."
-        )
+        takes = f"{kind} {name!r} takes {', '.join(f'`{n}`' for n in known) or 'none'}"
+        advice = advice_on_name(unknown[0], params[unknown[0]], tuple(known), takes)
+        raise TypeError(f"flexmasks: no parameter is named `{unknown[0]}`; {advice}")
     if missing := [p for n, p in known.items() if p.required and n not in params]:
         wants = ", ".join(f"`{p.name}`" + (f" ({p.spec})" if p.spec else "") for p in missing)
         written = f"flexmasks.get_{kind}({name!r}, {', '.join(f'{p.name}=...' for p in missing)})"
@@ -162,10 +163,54 @@ def check_names(definition: Definition, params: Mapping[str, Any]) -> None:
         raise TypeError(f"flexmasks: {kind} {name!r} needs {wants}{hint}.")
 
 
+def advice_on_name(name: str, value: Any, names: tuple[str, ...], takes: str) -> str:
+    """The end of a message on a keyword argument that neither mask nor score takes.
+
+    names: the names of what mask and score take.
+    takes: the same as text.
+    """
+    if meant := meant_by(name, names):
+        return f"did you mean `{meant}`?"
+    if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
+        return f"{advice_on_tensor(_TENSORS_ELSEWHERE[name], value)}."
+    if name in ADVICE:
+        return f"{ADVICE[name]}."
+    if name in KEYWORDS:
+        return f"flexmasks.attention has an argument of that name; {takes}."
+    return f"{takes}{owners_of(name)}."
+
+
+# Keyword arguments of other libraries for tensors, and what they are here.
+_TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
+
+
+@compat.constant_in_graphs  # torch cannot trace difflib
+def meant_by(name: str, names: tuple[str, ...]) -> str:
+    """Which of these names is meant by one of another library, or by a misspelt one; "" if none is."""
+    found = [meant for meant in NAMES.get(name, ()) if meant.partition("=")[0] in names]
+    if not found and name not in ADVICE and name not in KEYWORDS and not owners_of(name):
+        found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+    return found[0] if found else ""
+
+
+def of_pairs(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]] | None:
+    """Return the definition and parameters of a tensor of pairs, as SDPA takes one: booleans, or what is added.
+
+    value: [Q, KV], [H, Q, KV] or [B, H, Q, KV], with 1 for dimensions that are the same for all but KV. None is
+        returned for anything else.
+    """
+    if not isinstance(value, Tensor) or not is_dense(value) or value.ndim < 2:
+        return None
+    if not (value.dtype == torch.bool if kind == "mask" else value.is_floating_point()):
+        return None
+    known = definition(kind, {"mask": "dense", "score": "dense_bias"}[kind])
+    return known, {next(iter(known.parameters)): value[None] if value.ndim == 3 else value}
+
+
 def hint_for(kind: str, value: Any) -> str:
     """The end of a sentence that says what to write instead of a value."""
     if isinstance(value, compat.BlockMask):
-        return "; pass it as `block_mask=`, or to torch's flex_attention; print(block_mask) draws it"
+        return "; it is `block_mask=` of flexmasks.attention and torch's flex_attention; print(block_mask) draws it"
     if isinstance(value, Tensor) or is_array(value):
         return f"; {advice_on_tensor(kind, value)}"
     if isinstance(value, types.ModuleType):
@@ -193,16 +238,14 @@ def advice_on_tensor(kind: str, value: Any) -> str:
     """What to write for a tensor `m`, or NumPy array, in place of itself."""
     dtype, m = str(value.dtype), "torch.as_tensor(m)" if is_array(value) else "m"
     if "bool" in dtype:
-        return f"a dense mask `m` is mask='dense', visible={_as_pairs(m, value)}{_as_padding(m, value)}"
+        return f"a dense mask `m` is mask={_as_pairs(m, value)}{_as_padding(m, value)}"
     if kind == "score":
         bias = _as_pairs(m if "float" in dtype else f"{m}.float()", value)
-        return f"a bias `m`, {_PAIRS}, is score='dense_bias', bias={bias}"
-    shown = f"mask='dense', visible={_as_pairs(f'{m}.bool()', value)}{_as_padding(f'{m}.bool()', value)}"
+        return f"a bias `m`, {_PAIRS}, is score={bias}"
+    shown = f"mask={_as_pairs(f'{m}.bool()', value)}{_as_padding(f'{m}.bool()', value)}"
     if "float" not in dtype:
         return f"a dense mask `m`, where 0 is hidden, is {shown}"
-    return (
-        f"what is added to scores is score='dense_bias', bias={_as_pairs(m, value)}; where 1 is visible, it is {shown}"
-    )
+    return f"what is added to scores is score={_as_pairs(m, value)}; where 1 is visible, it is {shown}"
 
 
 _PAIRS = "[queries, keys] or [batch or 1, heads or 1, queries, keys]"
@@ -212,7 +255,7 @@ def _as_pairs(m: str, value: Any) -> str:
     if value.ndim == 1:
         return f"{m}.expand(q.shape[2], -1)"
     if value.ndim == 3:
-        return f"{m}[None] if it is [heads, queries, keys], {m}[:, None] if [batch, queries, keys]"
+        return f"{m} if it is [heads, queries, keys], {m}[:, None] if [batch, queries, keys]"
     if value.ndim == 4 and value.shape[2] == 1:
         return f"{m}.expand(-1, -1, q.shape[2], -1)"
     return m if value.ndim in (2, 4) else f"{m} as {_PAIRS}"
@@ -243,23 +286,23 @@ def definition(kind: str, name: str) -> Definition:
     other = "score" if kind == "mask" else "mask"
     if name in _NAMES[other]:
         raise ValueError(f"flexmasks: {name!r} is a {other}, pass it as `{other}=`, not as `{kind}=`.")
-    if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
-        raise ValueError(
-            f"flexmasks: no mask is named {name!r}; masks are combined as values: "
-            "flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids)."
-        )
     raise ValueError(f"flexmasks: no {kind} is named {name!r}; {_hint(kind, name)}")
 
 
 @compat.constant_in_graphs  # torch cannot trace difflib and patterns
 def _hint(kind: str, name: str) -> str:
     known, other = _NAMES[kind], "score" if kind == "mask" else "mask"
+    if combined := _combined(kind, name):
+        return combined
     written = _written(name)
     whole = rf"(?<!\w){written}(?!\w)"
     part = written if len(name) >= _LONG else rf"(?<![^\W_]){written}(?![^\W_])"
     plain = _written(re.sub(_GENERIC, "", name, flags=re.IGNORECASE))
+    fewest_parameters_first = sorted(known, key=lambda n: len(known[n].parameters))
     hints = (
         [repr(n) for n in known if re.fullmatch(written, n)],
+        [repr(n) for n in fewest_parameters_first if re.match(written, n)][:_MOST_ENTRIES],
+        _spelled(name.lower(), known, 0.9),
         {n: repr(n) for n in known if re.fullmatch(plain, n)} | _by_peers(kind, whole),
         _spelled(name.lower(), known, 0.8),
         {n: f"the {other} {hint}" for n, hint in _by_peers(other, whole).items()},
@@ -270,6 +313,31 @@ def _hint(kind: str, name: str) -> str:
     found = next(filter(None, hints), ())
     hint = " or ".join(found.values() if isinstance(found, dict) else found)
     return f"did you mean {hint}?" if hint else f"flexmasks.list_{kind}s() names the {len(known)} that exist."
+
+
+@functools.cache
+def _names_in_text(names: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<![^\W_])({'|'.join(longest_first)})(?![^\W_])(\([^()]*\))?")
+
+
+def _combined(kind: str, name: str) -> str:
+    """What to write for a text of several names, or of a name with its arguments or with `~`; "" for other texts."""
+    pattern = _names_in_text(tuple(_NAMES[kind]))
+    parts, rest = pattern.findall(name), pattern.sub("", name)
+    if name.isidentifier() or not parts or not re.fullmatch(r"([\W_]|and|or|not)*", rest):
+        return ""
+    made = []
+    for part, _ in parts:
+        needs = [f"{p.name}=..." for p in _NAMES[kind][part].parameters.values() if p.required]
+        made.append(f"flexmasks.get_{kind}({', '.join([repr(part), *needs])})")
+    if kind == "score":
+        return f"pass score=[{', '.join(made)}]." if len(made) > 1 else f"pass score={made[0]}."
+    sign = " | " if re.search(r"\||\bor\b", rest) else " & "
+    text = sign.join(made)
+    if len(made) == 1 and re.search("[~!-]|not", rest):
+        text = f"~{text}"
+    return f"masks are combined as values: mask={text}." if text != made[0] else f"pass mask={text}."
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")

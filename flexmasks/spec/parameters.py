@@ -207,7 +207,8 @@ class Parameter:
             if new_sizes is not None:
                 break
         else:
-            raise self._error(ValueError, what, _with_type(value), sizes)
+            advice = _advice_on_shape([a.dims or () for a in fits], shape, sizes)
+            raise self._error(ValueError, what, _with_type(value) + advice, sizes)
         sizes.update(new_sizes)
         if value.device != size.device:
             got = f"a tensor on {value.device} in a call on {size.device}; {how_to_move(value.device)}"
@@ -244,6 +245,28 @@ def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
             "score='dense_bias', bias=x"
         )
     return "; pass `x.long()`" if "int" in kinds else ""
+
+
+def _advice_on_shape(wanted: list[tuple[str, ...]], shape: tuple[int, ...], sizes: Mapping[str, int]) -> str:
+    """Return what to write for a tensor `m` that fits the dimensions of a parameter in another form, or ""."""
+    forms = [(f"m.squeeze({i})", shape[:i] + shape[i + 1 :]) for i, n in enumerate(shape) if n == 1]
+    batch, heads, before_pairs = sizes["B"], sizes["H"], [n for n in shape[:-2] if n != 1]
+    if before_pairs == [batch]:
+        forms.append(("m[:, None] if it is [batch, queries, keys]", (batch, 1, *shape[-2:])))
+    if before_pairs == [batch * heads]:
+        text = f"m.unflatten(0, ({batch}, {heads})) if it is [batch * heads, queries, keys]"
+        forms.append((text, (batch, heads, *shape[-2:])))
+    for dims in sorted(wanted, key=lambda dims: (len(dims), -dims.count("1"))):
+        if len(dims) >= len(shape):  # sizes of 1 are expanded, and dimensions added on the left
+            aligned = (1,) * (len(dims) - len(shape)) + shape
+            whole = tuple(sizes.get(d, n) if n == 1 else n for d, n in zip(dims, aligned, strict=True))
+            first = len(dims) - len(shape)
+            kept = ["-1" if i >= first and n == aligned[i] else str(n) for i, n in enumerate(whole)]
+            forms.append((f"m.expand({', '.join(kept)})", whole))
+    for text, form in forms:
+        if any(_match(dims, form, sizes, ()) is not None for dims in wanted):
+            return f"; a tensor `m` like this is {text}"
+    return ""
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:

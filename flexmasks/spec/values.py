@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -20,8 +20,29 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.spec.aliases import in_one_piece
-from flexmasks.spec.definitions import AND, CHAIN, FUNCTIONS, NOT, OR, Definition, check_names, define, definition
-from flexmasks.spec.parameters import Size, check_returned, describe, freeze, hashable, how_to_move, implied_size, same
+from flexmasks.spec.definitions import (
+    AND,
+    CHAIN,
+    FUNCTIONS,
+    NOT,
+    OR,
+    Definition,
+    check_names,
+    define,
+    definition,
+    of_pairs,
+)
+from flexmasks.spec.parameters import (
+    Size,
+    check_returned,
+    describe,
+    freeze,
+    hashable,
+    how_to_move,
+    implied_size,
+    in_message,
+    same,
+)
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.resolved import Absent, Given, ResolvedInner
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
@@ -36,6 +57,7 @@ class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
     kind: ClassVar[str]
+    how_to_combine: ClassVar[str]
     __array_ufunc__ = None  # NumPy's arrays leave `&` and `|` to masks, which say what to write
     definition: Definition
     params: Mapping[str, Any]
@@ -338,6 +360,26 @@ class Modifier(Readable):
         return f"{self.name}({given})" if self.definition.registered or given else self.name
 
 
+def _refuse(name: str, sign: str) -> None:
+    """Let an operator of masks and scores that means nothing raise an error that says what to write."""
+
+    def refused(self: Modifier, *others: Any) -> NoReturn:
+        got = " and ".join(map(in_message, (self, *others)))
+        raise TypeError(f"flexmasks: {self.how_to_combine}, not by `{sign}`; got {got}.")
+
+    setattr(Modifier, f"__{name}__", refused)
+
+
+_BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "matmul": "@", "pow": "**",
+    "lshift": "<<", "rshift": ">>", "xor": "^", "and": "&", "or": "|",
+}  # fmt: skip
+_OTHER = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~"}
+for _name, _sign in _OTHER.items() | _BINARY.items() | {f"r{name}": sign for name, sign in _BINARY.items()}.items():
+    _refuse(_name, _sign)
+_refuse("bool", "and`, `or`, `not`, `if")
+
+
 def _filled(
     cls: type[Modifier], definition: Definition, functions: list[Recipe], params: dict[str, Recipe], filling: Filling
 ) -> Modifier:
@@ -376,6 +418,7 @@ class Mask(Modifier):
     """
 
     kind = "mask"
+    how_to_combine = "masks are combined by `&`, `|` and `~`"
     # Of batch elements, heads, queries and keys, of any numbers: transformers asks what it gets as `attention_mask`.
     ndim, shape = 4, (None, None, None, None)
     count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
@@ -383,16 +426,16 @@ class Mask(Modifier):
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(_device_of(self, q))(b, h, q, kv)
 
-    def __and__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
+    def __and__(self, other: str | Mask | Callable[..., Tensor] | Tensor) -> Mask:
         return _combine(AND, self, other)
 
-    def __rand__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
+    def __rand__(self, other: str | Mask | Callable[..., Tensor] | Tensor) -> Mask:
         return _combine(AND, other, self)
 
-    def __or__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
+    def __or__(self, other: str | Mask | Callable[..., Tensor] | Tensor) -> Mask:
         return _combine(OR, self, other)
 
-    def __ror__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
+    def __ror__(self, other: str | Mask | Callable[..., Tensor] | Tensor) -> Mask:
         return _combine(OR, other, self)
 
     def __invert__(self) -> Mask:
@@ -428,11 +471,6 @@ class Mask(Modifier):
         sizes = {"batch": batch, "heads": heads, "device": device, "block_size": block_size, "q_offset": q_offset}
         return Mask.count_blocks(self, q_len, kv_len, exact=exact, **sizes)
 
-    def __bool__(self) -> bool:
-        raise TypeError(
-            "flexmasks: a mask has no truth value; combine masks with `&`, `|` and `~`, not `and`, `or`, `not`."
-        )
-
     def __repr__(self) -> str:
         template = self.definition.template
         if not template:
@@ -455,6 +493,7 @@ class Score(Modifier):
     """
 
     kind = "score"
+    how_to_combine = "scores are combined as a list, score=[a, b], which applies them in turn"
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(_device_of(self, q))(score, b, h, q, kv)
@@ -488,11 +527,13 @@ def _are_operands(operator: Definition, params: dict[str, Any]) -> bool:
 
 
 def to_mask(value: Any) -> Mask:
-    """Return a mask, a name or a function `(b, h, q, kv)` as a Mask."""
+    """Return a mask, a name, a function `(b, h, q, kv)` or a boolean tensor of pairs as a Mask."""
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, but {value!r} is a score.")
     if isinstance(value, str):
         return Mask.of(definition("mask", value), {})
+    if (pairs := of_pairs("mask", value)) is not None:
+        return Mask.of(*pairs)
     return value if isinstance(value, Mask) else Mask.of(define("mask", value).with_captured(), {})
 
 
