@@ -276,7 +276,8 @@ SHOWN = "import flexmasks\nflexmasks.show('causal', 8)\nx = [flexmasks.show('ful
 
 
 def test_the_prompt_shows_a_picture_once() -> None:
-    ran = subprocess.run([sys.executable, "-iq"], input=SHOWN, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    ran = subprocess.run([sys.executable, "-iq"], input=SHOWN, env=environment, capture_output=True, encoding="utf-8")
     printed = ran.stdout.replace(">>> ", "").strip()
     assert printed == f"{flexmasks.draw('causal', 8)!r}\n{flexmasks.draw('full', 8)!r}"
 
@@ -491,7 +492,7 @@ def test_saved(tmp_path: Path) -> None:
     picture = flexmasks.draw("causal", 1000)
     parsed(picture.save(tmp_path / "mask.svg").read_text())
     assert "<svg" in picture.save(str(tmp_path / "mask.html")).read_text()
-    assert picture.save(tmp_path / "mask.txt").read_text().splitlines()[0][0] == "▒"
+    assert picture.save(tmp_path / "mask.txt").read_text(encoding="utf-8").splitlines()[0][0] == "▒"
 
 
 @pytest.mark.slow

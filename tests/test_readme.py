@@ -50,7 +50,7 @@ NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
 
 def results(name: str) -> dict[str, Any]:
     """Return the figures of one benchmark from its results file."""
-    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return figures
 
 
@@ -210,7 +210,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 
 def up_to_date(name: str) -> str:
     """Return the text of a page with its generated parts made from the registry and the results."""
-    text = (ROOT / name).read_text()
+    text = (ROOT / name).read_text(encoding="utf-8")
     for part, make in GENERATED[name].items():
         start, end = re.findall(rf"<!-- generated: {part}, .*? -->|<!-- end of {part} -->", text)
         before, rest = text.split(start)
@@ -230,23 +230,25 @@ def pictures() -> dict[str, flexmasks.Picture]:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_generated_parts_are_up_to_date(name: str) -> None:
-    assert (ROOT / name).read_text() == up_to_date(name), "run `python tests/test_readme.py`"
+    assert (ROOT / name).read_text(encoding="utf-8") == up_to_date(name), "run `python tests/test_readme.py`"
 
 
 def test_the_pictures_are_up_to_date() -> None:
-    texts = "".join(file.read_text() for file in PAGES)
+    texts = "".join(file.read_text(encoding="utf-8") for file in PAGES)
     for file, picture in pictures().items():
         assert file in texts
-        assert (ROOT / file).read_text() == picture.svg(), "run `python tests/test_readme.py`"
+        assert (ROOT / file).read_text(encoding="utf-8") == picture.svg(), "run `python tests/test_readme.py`"
 
 
 @pytest.mark.parametrize("kind", stubs.FILES)
 def test_the_stubs_are_up_to_date(kind: str) -> None:
-    assert (ROOT / stubs.FILES[kind]).read_text() == stubs.stub(kind), "run `python tests/test_readme.py`"
+    assert (ROOT / stubs.FILES[kind]).read_text(encoding="utf-8") == stubs.stub(kind), (
+        "run `python tests/test_readme.py`"
+    )
 
 
 def test_the_readme_is_short_and_narrow() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LINES
     assert not [line for line in lines if len(line) > COLUMNS]
 
@@ -254,7 +256,7 @@ def test_the_readme_is_short_and_narrow() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
-    for target in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', file.read_text()):
+    for target in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', file.read_text(encoding="utf-8")):
         path, _, heading = "".join(target).partition("#")
         if path.startswith("https://"):
             continue
@@ -265,7 +267,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def _anchors(file: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page."""
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", file.read_text())  # a link counts as its words
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", file.read_text(encoding="utf-8"))  # a link counts as its words
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -275,14 +277,14 @@ def test_the_calls_run(name: str) -> None:
     # float64 runs on the reference backend, which compiles nothing
     q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64)
     world: dict[str, Any] = {"flexmasks": flexmasks, "q": q, "k": k, "v": v}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL):
         exec(re.sub(r"00\b", "0", block), world)  # a tenth of the tokens, for which it says nothing less
     if name == "README.md":
         assert world["out"].shape == (2, 8, 100, 64)
 
 
 def test_the_text_picture_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = re.search(r"```text\n>>> (.*?)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    shown = re.search(r"```text\n>>> (.*?)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     exec(shown[1], {"flexmasks": flexmasks})
     assert capsys.readouterr().out == shown[2]
@@ -304,14 +306,19 @@ def test_what_padded_queries_give() -> None:
 
 
 def test_the_masks_that_the_readme_recommends_exist() -> None:
-    section = (ROOT / "README.md").read_text().partition("## Which mask do I want?")[2].partition("All of them")[0]
+    section = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## Which mask do I want?")[2]
+        .partition("All of them")[0]
+    )
     named = set(re.findall(r"`([a-z]\w*)`", section))
     assert len(named) > 20
     assert named <= {entry.name for entry in flexmasks.list_masks()}
 
 
 def test_the_house_names_every_room_and_module() -> None:
-    house = (ROOT / "flexmasks/README.md").read_text()
+    house = (ROOT / "flexmasks/README.md").read_text(encoding="utf-8")
     for path in (ROOT / "flexmasks").iterdir():
         if path.is_dir() and path.name != "__pycache__":
             assert f"[`{path.name}/`]({path.name}/)" in house
@@ -356,8 +363,8 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
 
 if __name__ == "__main__":
     for file, picture in pictures().items():
-        (ROOT / file).write_text(picture.svg())
+        (ROOT / file).write_text(picture.svg(), encoding="utf-8")
     for kind, file in stubs.FILES.items():
-        (ROOT / file).write_text(stubs.stub(kind))
+        (ROOT / file).write_text(stubs.stub(kind), encoding="utf-8")
     for name in GENERATED:
-        (ROOT / name).write_text(up_to_date(name))
+        (ROOT / name).write_text(up_to_date(name), encoding="utf-8")
