@@ -66,7 +66,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            places = [] if name.startswith("_") else [masks, scores, importlib.import_module("flexmasks.flex")]
+            found = "".join(f"; it is {place.__name__}.{name}" for place in places if name in place.__all__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{found}")
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
 

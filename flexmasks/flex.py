@@ -85,6 +85,11 @@ def flex_attention(
         >>> block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256, "cpu")
         >>> flex_attention(q, k, v, block_mask=block_mask).sum().backward()
     """
+    if not isinstance(return_aux, AuxRequest | None):
+        advice = "write AuxRequest(lse=True, max_scores=True)"
+        raise TypeError(
+            f"flexmasks.flex.flex_attention: `return_aux` must be an AuxRequest, got {return_aux!r}; {advice}."
+        )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         counts = f"query has {query.shape[1]} heads, key {key.shape[1]}"
         raise ValueError(f"flexmasks.flex.flex_attention: {counts}; pass enable_gqa=True.")

@@ -268,7 +268,7 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
 def _learns(score: Score, size: Size, device: torch.device) -> bool:
     """Return whether a score change has a tensor that learns; what a function captures torch sees when it traces it."""
     zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    return score.bind(score.resolve(size))(zero, index, index, index, index).requires_grad
+    return shifted_score(score.bind(score.resolve(size)), 0)(zero, index, index, index, index).requires_grad
 
 
 def _block_mask(

@@ -17,6 +17,8 @@ from flexmasks.plans.held import HeldPlan, Sizes
 from flexmasks.plans.lengths import Lengths, count_blocks, device_of_tensors
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments, get_mask
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.definitions import KEYWORDS
+from flexmasks.spec.parameters import device_named
 from flexmasks.spec.structure import state_of
 from flexmasks.spec.values import Mask, Score
 
@@ -59,12 +61,14 @@ class Plan(HeldPlan):
         """The share of pairs in empty blocks, which are skipped, from 0.0 to 1.0."""
         return self.blocks.sparsity
 
+    @says_what_to_write(also=KEYWORDS)
     def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Explanation:
         """Explain how `attention` would run with this plan, see `flexmasks.explain`."""
         if "mask" in arguments:
             fail("the plan is the mask; pass no `mask`, or call `flexmasks.explain`.", TypeError, _EXPLAIN)
         return explain(q, k, v, mask=self, **arguments)
 
+    @says_what_to_write()
     def update(self, **tensors: Any) -> None:
         """Give tensors of the mask or score new values, and plan with them in the same memory.
 
@@ -98,9 +102,10 @@ class Plan(HeldPlan):
 
     def to(self, device: torch.device | str) -> Plan:
         """Return the plan on a device, with its tensors."""
+        device = device_named("flexmasks.Plan.to", device)
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, torch.Tensor) else self.q_offset
         score = None if self.score is None else self.score.to(device)
-        sizes = replace(self.sizes, device=device_of_tensors(torch.device(device)))
+        sizes = replace(self.sizes, device=device_of_tensors(device))
         return Plan(self.mask.to(device), score, sizes, q_offset)
 
     def _extents(self) -> dict[str, Any]:

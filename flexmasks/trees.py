@@ -29,7 +29,7 @@ from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.indexing import at
-from flexmasks.spec.parameters import freeze, in_message
+from flexmasks.spec.parameters import device_named, freeze, in_message
 from flexmasks.spec.values import Mask
 
 _FAR = 1 << 30  # above every distance
@@ -75,10 +75,12 @@ class TreeBatch:
         """The mask of the trees: each token sees its path. Tokens behind the last of a row see themselves."""
         return get_mask("tree", parents=self.parents)
 
+    @says_what_to_write()
     def sliding_window(self, window: int) -> Mask:
         """The mask of the trees with a window along each path: `window` earlier tokens of it, and the token itself."""
         return windowed(self.mask, _at_least(0, "TreeBatch.sliding_window", "window", window))
 
+    @says_what_to_write()
     def plan(self, *, window: int | None = None) -> Plan:
         """Return the plan of the mask, or of that with a window, for all layers of a step. It is made once."""
         window = None if window is None else _at_least(0, "TreeBatch.plan", "window", window)
@@ -100,10 +102,12 @@ class TreeBatch:
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Return the batch on a device."""
+        device = device_named("flexmasks.trees.TreeBatch.to", device)
         places = [(row, p.to(device)) for row, p in self.places]
         tensors = {n: getattr(self, n).to(device) for n in ("tokens", "parents", "position_ids", "weights")}
         return replace(self, **tensors, places=places)
 
+    @says_what_to_write()
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return values of tokens for each sequence, as if it were alone.
 
@@ -112,6 +116,7 @@ class TreeBatch:
         _check("TreeBatch.gather", x, self.tokens.shape)
         return list(x.flatten(0, 1).index_select(0, self._flat).split([len(p) for _, p in self.places]))
 
+    @says_what_to_write()
     def logprobs(self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the log-probability of each token of each sequence but the first, given those before it.
 
@@ -133,6 +138,9 @@ class TreeBatch:
             [2, 3]
         """
         _check("TreeBatch.logprobs", logits, self.tokens.shape, dims=3)
+        if head is not None and not callable(head):
+            wanted = "`head` must be a function that makes logits [n, V] of hidden states [n, D]"
+            raise TypeError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, got {in_message(head)}.")
         children = (self.parents >= 0).flatten().nonzero()[:, 0]
         starts = torch.arange(len(self.lengths), device=self.tokens.device)[:, None] * self.tokens.shape[1]
         parents = (self.parents + starts).flatten()[children]
@@ -340,7 +348,8 @@ def pack(
     """
     given = _each("sequences", sequences)
     if device is None:
-        device = next((s.device for s in given if isinstance(s, Tensor)), torch.device("cpu"))
+        device = next((s.device for s in given if isinstance(s, Tensor)), "cpu")
+    device = device_named("flexmasks.trees.pack", device)
     arrays = _arrays(given, None if prompts is None else _each("prompts", prompts))
     longest = max(map(len, arrays))
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < longest):
@@ -358,7 +367,7 @@ def pack(
             trees.append([])
         trees[-1].append((number, count))
     rows, repeated = _rows([len(a) for a in arrays], trees, max_tokens)
-    return _laid_out(arrays, rows, repeated, torch.device(device))
+    return _laid_out(arrays, rows, repeated, device)
 
 
 def _each(name: str, given: Iterable[Tokens]) -> list[Tokens]:

@@ -27,6 +27,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import flexmasks
 from flexmasks import orders, trees
 from flexmasks.bench import demo
+from flexmasks.flex import flex_attention
 from flexmasks.integrations import distributed
 from flexmasks.kernels import compiling
 
@@ -299,6 +300,71 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "trees by position": (lambda: trees.pack([[1]], [[2]]), "flexmasks.trees.pack takes sequences by position"),
     "trees": (calling("trees", pad=0), "flexmasks.trees.pack: no argument is named `pad`"),
     "pages of trees": (lambda: trees.pack([[1]]).pages(page=3), "flexmasks.trees.TreeBatch.pages: missing"),
+    # methods
+    "Plan.update": (
+        lambda: flexmasks.plan("causal", S).update(TOKENS),
+        "flexmasks.Plan.update takes nothing by position",
+    ),
+    "Plan.explain": (
+        lambda: flexmasks.plan("causal", S).explain(Q),
+        "flexmasks.Plan.explain: missing a required argument: 'k'",
+    ),
+    "Mask.blocks": (
+        lambda: CAUSAL.blocks(),
+        "flexmasks.Mask.blocks: missing a required argument: 'q_len'; it takes q_len,",
+    ),  # type: ignore[call-arg]
+    "BLOCK_SIZE of Mask.blocks": (
+        lambda: CAUSAL.blocks(S, BLOCK_SIZE=8),
+        "named `BLOCK_SIZE`; it takes q_len, kv_len, batch, heads, device, block_size, q_offset, exact; write `block_",
+    ),
+    "TreeBatch.plan": (
+        lambda: trees.pack([[1]]).plan(3),
+        "flexmasks.trees.TreeBatch.plan takes nothing by position; write",
+    ),
+    "a head that is no function": (
+        lambda: trees.pack([[1, 2]]).logprobs(torch.zeros(1, 2, 3), 3),
+        "`head` must be a function",
+    ),
+    "a Mask of nothing": (lambda: flexmasks.Mask(), "a Mask is made by flexmasks.get_mask("),
+    "list_masks of a name": (
+        lambda: flexmasks.list_masks("causal"),
+        "flexmasks.list_masks takes nothing by position, got 'causal'.",
+    ),
+    **{
+        f"a device of {name}": (
+            lambda call=call: call("gpu"),
+            f"flexmasks.{name}: `device` must be a torch device, got 'gpu'",
+        )
+        for name, call in {
+            "Mask.to": CAUSAL.to,
+            "Score.to": ALIBI.to,
+            "Plan.to": lambda d: flexmasks.plan("causal", S).to(d),
+            "trees.TreeBatch.to": lambda d: trees.pack([[1]]).to(d),
+            "trees.pack": lambda d: trees.pack([[1]], device=d),
+            "block_mask": lambda d: flexmasks.block_mask("causal", S, device=d),
+        }.items()
+    },
+    # what a call is made of is not named
+    "offsets of varlen": (
+        lambda: flexmasks.varlen_attention(TOKENS, TOKENS, TOKENS, [1, 6]),
+        "flexmasks.varlen_attention: `offsets` must rise",
+    ),
+    "offsets of varlen, too far": (
+        lambda: flexmasks.varlen_attention(TOKENS, TOKENS, TOKENS, [0, 7]),
+        "flexmasks.varlen_attention: `offsets` must be",
+    ),
+    "blocks of flex_attention": (
+        lambda: flex_attention(Q, K, V, block_mask=SEEN),
+        "flexmasks.flex.flex_attention: `block_mask` must be a BlockMask, got Tensor",
+    ),
+    "return_aux": (
+        lambda: flex_attention(Q, K, V, return_aux=True),
+        "`return_aux` must be an AuxRequest, got True; write AuxRequest(lse=True",
+    ),
+    "a mask of a tuple": (
+        calling("attention", mask=lambda b, h, q, kv: (q, kv)),
+        "must return a boolean tensor, got a tuple.",
+    ),
     # parameters of masks elsewhere
     "kernel_size": (calling("attention", mask="natten", height=4, width=4, kernel_size=3), "did you mean `kernel`?"),
     "kernel_size of get_mask": (made("natten", kernel_size=3), "did you mean `kernel`?"),
@@ -428,6 +494,22 @@ def test_arguments_of_other_libraries(name: str) -> None:
 )  # fmt: skip
 def test_beginnings_of_names_come_first(part: str, first: str) -> None:
     assert f"did you mean {first!r}" in message_of(flexmasks.get_mask, part)
+
+
+def test_names_that_stand_elsewhere_in_the_package() -> None:
+    for name in ("causal", "softcap", "create_block_mask"):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; it is flexmasks\.\w+\.{name}"):
+            getattr(flexmasks, name)
+    assert not hasattr(flexmasks, "nonsense")
+
+
+def test_a_score_of_nothing_inside_torch_compile() -> None:
+    def step(q: Any) -> Any:
+        return flexmasks.attention(q, K, V, score=lambda s, b, h, i, j: None)
+
+    call = torch.compile(step, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="a score function must return a floating number for each score, got None"):
+        call(Q)
 
 
 def test_a_boolean_tensor_is_combined_with_masks() -> None:

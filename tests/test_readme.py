@@ -344,7 +344,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "sliding_windw"]) == 2
     assert "did you mean 'sliding_window'" in capsys.readouterr().err
     assert main(["show", "sliding_window", "--windw", "3"]) == 2
-    assert "no parameter `windw`" in capsys.readouterr().err
+    assert "no parameter is named `windw`; did you mean `window`" in capsys.readouterr().err
 
 
 def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> None:

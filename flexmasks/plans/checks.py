@@ -257,7 +257,8 @@ def check_are_last(call: str, kv_lens: Tensor, counts: int | Tensor) -> None:
 
 def check_block_mask(block_mask: Any, size: Size) -> None:
     if not isinstance(block_mask, compat.BlockMask):
-        fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
+        got = f"{type(block_mask).__name__}; flexmasks.attention takes masks as `mask`"
+        fail(f"`block_mask` must be a BlockMask, got {got}.", TypeError)
     if block_mask.kv_indices.ndim != 4:
         shape = list(block_mask.kv_indices.shape)
         fail(f"`block_mask` must have lists [B, H, rows, columns], got {shape}; index a BlockMask with slices.")

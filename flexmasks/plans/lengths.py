@@ -18,7 +18,7 @@ from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.plans.sizes import MAX_POSITIONS, sized
-from flexmasks.spec.parameters import Size, describe, is_dense, listed
+from flexmasks.spec.parameters import Size, describe, device_named, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 
 
@@ -71,10 +71,7 @@ class Lengths:
             device = tensors[0].device if tensors else "cpu"
         if isinstance(torch.empty(0), compat.FakeTensor):
             fail("blocks depend on values, which a FakeTensorMode does not have; call it outside.", call=call)
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            fail(f"`device` must be a torch device, got {device!r} ({str(error).splitlines()[0][:150]}).", call=call)
+        device = device_named(call, device)
         if device.type == "meta":
             fail(f"`device` must hold data, got {device}.", call=call)
         try:

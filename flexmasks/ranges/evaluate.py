@@ -123,7 +123,8 @@ def check_boolean(dtype: torch.dtype) -> None:
 
 def _truth_of(result: Any) -> Range:
     if not isinstance(result, Range | Tensor):  # a range must not reach another isinstance, see Range.__class__
-        raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
+        got = repr(result) if result is None or isinstance(result, bool) else f"a {type(result).__name__}"
+        raise TypeError(f"a mask function must return a boolean tensor, got {got}.")
     dtype = result.known_dtype if isinstance(result, Range) else result.dtype
     if dtype is not torch.bool:
         give_up_on_mixed_dtypes()

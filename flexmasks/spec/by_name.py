@@ -16,9 +16,16 @@ from flexmasks import compat
 from flexmasks.spec.definitions import advice_on_tensor, meant_by, owners_of
 from flexmasks.spec.elsewhere import ADVICE
 from flexmasks.spec.frames import of_user
+from flexmasks.spec.parameters import in_message
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_ATTENTION, _DROP_IN = "flexmasks.attention:", "flexmasks.flex."  # whose errors come from the former
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# What errors of a call name first that come from what it is made of.
+_WITHIN = {
+    "flexmasks.flex.flex_attention": "flexmasks.attention:",
+    "flexmasks.integrations.distributed.attention": "flexmasks.attention:",
+    "flexmasks.varlen_attention": "flexmasks mask 'packed':",
+}
 _UNKNOWN = re.compile(r"flexmasks: no parameter is named `(\w+)`; (?!did you mean)(.*)")
 
 
@@ -37,18 +44,22 @@ def says_what_to_write(
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        parameters = signature.parameters.values()
+        parameters = [p for p in signature.parameters.values() if p.name != "self"]
         by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
+        most = len(by_position) + ("self" in signature.parameters)
+        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else most
+        takes_params = any(p.kind is p.VAR_KEYWORD for p in parameters)
         where = _public_name(function)
-        names = (*(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)), *also)
+        names = (*(p.name for p in parameters if p.kind in _NAMED), *also)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > most:
-                what = hint(*args) if hint is not None else named(args[most], by_name)
                 taken = f"takes {', '.join(by_position)} by position" if by_position else "takes nothing by position"
+                if hint is None and not by_name and not takes_params:
+                    raise TypeError(f"{where} {taken}, got {in_message(args[most])}.")
+                what = hint(*args) if hint is not None else named(args[most], by_name)
                 raise TypeError(f"{where} {taken}; write {what}.")
             if compat.is_compiling():  # torch traces no tracebacks
                 return function(*args, **kwargs)
@@ -59,10 +70,10 @@ def says_what_to_write(
                     unknown = _UNKNOWN.match(str(error))
                     if unknown and unknown[1] in kwargs and names:
                         error.args = (_no_argument(where, unknown[1], names, unknown[2]),)
-                    if where.startswith(_DROP_IN):
-                        error.args = (str(error).replace(_ATTENTION, f"{where}:", 1),)
+                    if where in _WITHIN and str(error).startswith(_WITHIN[where]):
+                        error.args = (f"{where}:{str(error).removeprefix(_WITHIN[where])}",)
                     raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
-                problem = _unfit(where, signature, args, kwargs)
+                problem = _unfit(where, signature, names, args, kwargs)
                 if not problem:
                     raise
                 raise TypeError(problem) from None
@@ -91,12 +102,13 @@ def _public_name(function: Callable[..., Any]) -> str:
     return ".".join([*(parts[:3] if has_own_names else parts[:1]), function.__qualname__])
 
 
-def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> str:
-    """Return the message of a call whose arguments do not fit its signature, or ""."""
+def _unfit(
+    where: str, signature: inspect.Signature, names: tuple[str, ...], args: Any, kwargs: Mapping[str, Any]
+) -> str:
+    """Return the message of a call whose arguments do not fit its signature, or "". names: what it takes."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        names = tuple([p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD])
         takes = f"it takes {', '.join(names) or 'none'}"
         others = [name for name in kwargs if name not in names]
         known = ADVICE if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()) else {}
@@ -119,4 +131,4 @@ def named(value: Any, names: list[str]) -> str:
         return "mask=m for a boolean tensor m" if value.dtype == torch.bool else advice_on_tensor("mask", value)
     if kind in names:
         return f"`{kind}=` before the {kind.replace('_', ' ')}"
-    return f"the names of the others: {', '.join(f'{name}=' for name in names)}"
+    return f"the names of the others: {', '.join(f'{name}=' for name in names)}" if names else "the names of all"

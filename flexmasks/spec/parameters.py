@@ -226,6 +226,15 @@ class Parameter:
         return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
 
 
+def device_named(call: str, device: Any) -> torch.device:
+    """Return a device as torch's. Raises ValueError, which names the call, for anything else."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        problem = str(error).splitlines()[0][:150]
+        raise ValueError(f"{call}: `device` must be a torch device, got {in_message(device)} ({problem}).") from None
+
+
 def how_to_move(device: torch.device) -> str:
     if device.type == "meta":
         return (

@@ -20,6 +20,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.spec.aliases import in_one_piece
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -36,6 +37,7 @@ from flexmasks.spec.parameters import (
     Size,
     check_returned,
     describe,
+    device_named,
     freeze,
     hashable,
     how_to_move,
@@ -63,7 +65,7 @@ class Modifier(Readable):
     params: Mapping[str, Any]
     to_html: ClassVar[Callable[[Any], str]]  # set by flexmasks.pictures
 
-    def __init__(self, definition: Definition, params: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, definition: Definition | None = None, params: Mapping[str, Any] | None = None) -> None:
         if params is None or not isinstance(definition, Definition):
             raise TypeError(f"flexmasks: a {type(self).__name__} is made by flexmasks.get_{self.kind}({definition!r}).")
         self.definition = definition
@@ -320,8 +322,10 @@ class Modifier(Readable):
 
         Tensors that a user's function captured stay where they are.
         """
-        if torch.device(device).type != "meta":
-            self.check_data(f"flexmasks.{type(self).__name__}.to")
+        call = f"flexmasks.{type(self).__name__}.to"
+        device = device_named(call, device)
+        if device.type != "meta":
+            self.check_data(call)
         return type(self)(self.definition, {n: _on(v, device) for n, v in self.params.items()})
 
     def _given(self, name: str) -> Any:
@@ -441,6 +445,7 @@ class Mask(Modifier):
     def __invert__(self) -> Mask:
         return Mask(NOT, {"mask": self})
 
+    @says_what_to_write()
     def blocks(
         self,
         q_len: int,

@@ -48,7 +48,7 @@ from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.parameters import Size, describe, in_message
 from flexmasks.spec.parts import part_of
 from flexmasks.spec.structure import Opaque, key_of
 from flexmasks.spec.values import Modifier
@@ -224,7 +224,7 @@ def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.is_nested:
-            _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {describe(x)}.")
+            _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {in_message(x)}.")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         _fail(f"a process needs as many keys as queries, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} of q, k, v.")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or not k.shape[1] or q.shape[1] % k.shape[1]:

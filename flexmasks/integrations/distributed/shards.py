@@ -13,6 +13,7 @@ from flexmasks.integrations.distributed.balance import Order, hold
 from flexmasks.integrations.distributed.counts import fail
 from flexmasks.integrations.distributed.exchange import arranged, compare, gathered, rank_in, submesh
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.parameters import in_message
 
 
 @says_what_to_write()
@@ -39,7 +40,7 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
         >>> order = distributed.balance("causal", length=65536, mesh=mesh)  # doctest: +SKIP
         >>> tokens = distributed.shard(tokens, order, mesh)  # doctest: +SKIP
     """
-    _check("shard", x, order, mesh, order.length, dim)
+    _check("shard", x, order, mesh, dim, is_whole=True)
     parts = [x.narrow(dim, start, stop - start) for start, stop in order.parts[rank_in(mesh)]]
     part = torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
     if not compat.is_compiling():
@@ -64,7 +65,7 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
     """
     problem: ValueError | None = None
     try:
-        _check("unshard", x, order, mesh, None, dim)
+        _check("unshard", x, order, mesh, dim, is_whole=False)
     except ValueError as error:
         problem = error
     if check and not compat.is_compiling():
@@ -82,11 +83,13 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
     return arranged(x, sum(order.parts, ()), dim)
 
 
-def _check(name: str, x: Any, order: Any, mesh: DeviceMesh, length: int | None, dim: int) -> None:
-    """Raise ValueError if x does not have `length` tokens, by default as many as this process's part."""
+def _check(name: str, x: Any, order: Any, mesh: Any, dim: int, is_whole: bool) -> None:
+    """Raise ValueError if x does not have the tokens of the order, or those of this process's part of it."""
+    if not isinstance(mesh, DeviceMesh):
+        fail(name, f"`mesh` must be a DeviceMesh, got {in_message(mesh)}.")
     if not isinstance(order, Order) or order.ranks != mesh.size():
         fail(name, f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
-    length = order.sizes[rank_in(mesh)] if length is None else length
+    length = order.length if is_whole else order.sizes[rank_in(mesh)]
     if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
-        got = list(x.shape) if isinstance(x, Tensor) else repr(x)
+        got = list(x.shape) if isinstance(x, Tensor) else in_message(x)
         fail(name, f"`x` must have {length} tokens along dimension {dim}, got {got}.")
