@@ -112,7 +112,8 @@ def test_wrong_parameters() -> None:
     assert message_of(causal, 3).endswith("write causal(), which takes no parameters.")
     assert message_of(softcap, 3.0) == "flexmasks.scores.softcap takes nothing by position; write softcap(cap=3.0)."
     for params in ({}, {"windw": 3}, {"causal": True}, {"window": [[3]], "left": 2}):
-        assert message_of(sliding_window, **params) == message_of(flexmasks.get_mask, "sliding_window", **params)
+        messages = message_of(sliding_window, **params), message_of(flexmasks.get_mask, "sliding_window", **params)
+        assert len({re.sub("^flexmasks.* is named ", "", message) for message in messages}) == 1
     assert "needs `window`" in message_of(sliding_window)
 
 

@@ -532,7 +532,7 @@ def test_arrays_of_numpy_beside_masks() -> None:
     """NumPy takes no part of an array for a mask: the error tells of the whole array."""
     causal, visible = flexmasks.get_mask("causal"), np.ones((4, 4), bool)
     for combined in (operator.and_, operator.or_):
-        with pytest.raises(TypeError, match=r"got a NumPy array bool\[4, 4\]; a dense mask `m` is mask='dense'"):
+        with pytest.raises(TypeError, match=r"got a NumPy array bool\[4, 4\]; a dense mask `m` is mask=torch"):
             combined(visible, causal)
 
 
