@@ -258,7 +258,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs at least one page"),
     "page beyond the pool": (
         paged([[0, 1], [3, 4]]),
-        "`page_table` must have pages 0..3 where a query sees keys, got 4 for page 1 of batch element 1, which has 17 keys",
+        "`page_table` must have pages 0..3 where a query sees keys, got 4 for page 1 of batch element 1, which has 17",
     ),
     "page negative": (paged([[0, -1], [3, 2]]), "got -1 for page 1 of batch element 0"),
     "page twice": (paged([[0, 1], [2, 2]]), "`page_table` has a page twice in batch element 1"),

@@ -98,7 +98,8 @@ def _no_argument(where: str, name: str, names: tuple[str, ...], advice: str) -> 
 
 def _public_name(function: Callable[..., Any]) -> str:
     parts = function.__module__.split(".")
-    has_own_names = parts[1] in ("integrations", "orders", "flex", "trees") or parts[1:] in (["masks"], ["scores"])
+    own = ("integrations", "orders", "flex", "trees")  # modules whose names the package does not have itself
+    has_own_names = any(part in own for part in parts[1:2]) or parts[1:] in (["masks"], ["scores"])
     return ".".join([*(parts[:3] if has_own_names else parts[:1]), function.__qualname__])
 
 
