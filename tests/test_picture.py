@@ -409,7 +409,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head": (lambda: flexmasks.show("causal", 10, heads=4, h=-1), ValueError, "`h` must be an int from 0 to 3, got -1"),
     "block size": (lambda: flexmasks.show("causal", 10, block_size=0), ValueError, "`block_size` must be"),
     "name": (lambda: flexmasks.show("sliding_windw", 10), ValueError, "did you mean 'sliding_window'"),
-    "parameter": (lambda: flexmasks.show("causal", 10, windw=3), TypeError, "no parameter `windw`"),
+    "parameter": (lambda: flexmasks.show("causal", 10, windw=3), TypeError, "no argument is named `windw`"),
     "no mask": (lambda: flexmasks.show(3, 10), TypeError, "`mask` must be a name"),  # type: ignore[arg-type]
     "file": (lambda: flexmasks.draw("causal", 10).save("mask.gif"), ValueError, "'mask.gif'"),
 }
