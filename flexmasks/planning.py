@@ -29,10 +29,12 @@ class Plan(HeldPlan):
     It is passed to `attention` in place of a mask. What the first call of a kind plans and compiles, later calls find
     without a search: layers of a model, steps of a loop, and captured CUDA graphs, which see `update`.
 
-    The plan has copies of the tensors of mask and score, and of the functions that captured them: changes of what
-    it was made from do not reach it, `update` does. What other functions captured, and global variables, are read
-    at each call. Tensors that learn, and variables that cannot be copied, stay the user's own: then each call plans
-    as if it were given the mask. A plan can be pickled as its mask, score and sizes, and moved by `.to(device)`.
+    The plan has copies of the tensors of mask and score: changes of what it was made from do not reach it, `update`
+    does. All else that functions read is read at each call: numbers, lists, dictionaries and functions without tensors,
+    in closures and in global variables. What holds a tensor is copied whole: a list or a functools.partial with the
+    numbers beside the tensor, a function with its defaults. Tensors that learn, and variables that cannot be copied,
+    stay the user's own: then each call plans as if it were given the mask. A plan can be pickled as its mask, score
+    and sizes, and moved by `.to(device)`.
 
     Attributes:
         mask, score: the mask, and the score change or None, with the plan's own tensors.

@@ -14,6 +14,7 @@ import torch
 from helpers import DEVICES, TOLERANCE, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_kernels import in_cpp_on_day
 from quick_kernels import quick_kernels as quick_kernels
 from test_kept import refused
 from torch import Tensor
@@ -295,11 +296,15 @@ def test_tensors_of_global_variables_are_read_at_each_call(held: str, is_first_l
 _WINDOW = 5
 
 
-def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None]]]:
-    """Masks of a window that changes, and what changes it."""
-    window, listed = 5, [5]
+Change = Callable[[Any], None]
 
-    def change(n: int) -> None:
+
+def _variables() -> dict[str, tuple[Callable[..., Tensor], Change]]:
+    """Masks of a window that changes, and what changes it."""
+    window: Any = 5
+    listed = [5]
+
+    def change(n: Any) -> None:
         nonlocal window
         window = n
 
@@ -314,23 +319,27 @@ def _variables() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], None]
     }
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["mask", "score"])
-@pytest.mark.parametrize("has_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "backend"), [("none", "auto"), ("none", "reference"), ("captured", "auto"), ("beside", "reference")]
+)
 @pytest.mark.parametrize("name", _variables())
-def test_all_calls_of_a_plan_have_the_same_numbers(name: str, has_tensor: bool, kind: str, backend: str) -> None:
-    """They are read at each call, but for those of functions that the plan has copied with their tensors."""
+def test_numbers_are_read_at_each_call_of_a_plan(name: str, tensor: str, kind: str, backend: str) -> None:
+    """A plan has copies of its tensors, and of no function that holds none."""
     (function, change), shown = _variables()[name], torch.ones(LENGTH, dtype=torch.bool)
     change(5)
-    mask = (lambda b, h, q, kv: shown[kv] & function(b, h, q, kv)) if has_tensor else function
+    mask = (lambda b, h, q, kv: shown[kv] & function(b, h, q, kv)) if tensor == "captured" else function
     call: dict[str, Any] = {"mask": mask}
     if kind == "score":
         call = {"mask": "full", "score": lambda s, b, h, q, kv: s + mask(b, h, q, kv).float()}
+    if tensor == "beside":
+        call["mask"] = flexmasks.get_mask(call["mask"]) & flexmasks.masks.padding(seq_lens=torch.tensor([LENGTH] * 2))
     plan = flexmasks.plan(q_len=LENGTH, **call)
     distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
-    for step, window in enumerate((5, 20, 9)):
-        change(window)
-        visible = distances <= (5 if has_tensor and name != "global" else window)
+    becomes = torch.tensor(3)
+    for step, window in enumerate((5, 20, becomes, becomes)):
+        change(becomes.mul_(2) if step == 3 else window)
+        visible = distances <= window
         for learns in (False, True)[: 1 + (step > 0)]:  # the first call that learns comes after a change
             tensors = qkv(requires_grad=learns)
             out = flexmasks.attention(*tensors, mask=plan, backend=backend)
@@ -338,6 +347,73 @@ def test_all_calls_of_a_plan_have_the_same_numbers(name: str, has_tensor: bool, 
             seen = torch.ones_like(visible) if kind == "score" else visible
             assert error(out, expected(tensors, seen, bias)[0]) < TOLERANCE[out.dtype]
     change(5)
+
+
+def _beside(ids: Tensor) -> dict[str, tuple[Callable[..., Tensor], Change]]:
+    """Masks that read documents and a window, which changes, in the same closure; and what changes the window."""
+    window: Any = 5
+    listed, named, keywords = [5, "a"], {"window": 5}, {"n": 5}
+    near = lambda q, kv: (q - kv).abs() <= window  # noqa: E731
+
+    def by_keyword(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: int = 5) -> Tensor:
+        return (ids[b, q] == ids[b, kv]) & ((q - kv).abs() <= n)
+
+    def with_itself(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, depth: int = 1) -> Tensor:
+        return with_itself(b, h, q, kv, depth - 1) & near(q, kv) if depth else ids[b, q] == ids[b, kv]
+
+    def change(n: Any) -> None:
+        nonlocal window
+        window = n
+
+    def replace(n: Any) -> None:
+        nonlocal near
+        near = lambda q, kv, n=n: (q - kv).abs() <= n  # noqa: E731
+
+    return {
+        "number": (lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & ((q - kv).abs() <= window), change),
+        "list": (
+            lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & ((q - kv).abs() <= listed[0]),
+            lambda n: listed.__setitem__(0, n),
+        ),
+        "dictionary": (
+            lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & ((q - kv).abs() <= named["window"]),
+            lambda n: named.update(window=n),
+        ),
+        "function": (lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & near(q, kv), change),
+        "other function": (lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & near(q, kv), replace),
+        "recursion": (with_itself, change),
+        "keyword": (by_keyword, lambda n: by_keyword.__kwdefaults__.update(n=n)),
+        "keywords of a partial": (
+            lambda b, h, q, kv: by_keyword(b, h, q, kv, **keywords),
+            lambda n: keywords.update(n=n),
+        ),
+    }
+
+
+@in_cpp_on_day(3, 7)
+@pytest.mark.parametrize("name", _beside(torch.zeros(BATCH, LENGTH)))
+def test_variables_beside_the_tensors_of_a_plan(name: str) -> None:
+    """They are read at each call, whatever they become, tensors too, and updates leave them."""
+    ids = drawn_ids("cpu", 0)
+    (function, change), own = _beside(ids)[name], ids.clone()
+    plan = flexmasks.plan(function, LENGTH, batch=BATCH)
+    distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    ids.zero_()  # the user's own
+    window: Any = 5
+    for step in range(7):
+        if step in (1, 3):
+            change(window := 20 - step)
+        if step in (2, 3):
+            plan.update(ids=(own := drawn_ids("cpu", step)))
+        if step == 4:
+            change(window := torch.tensor(9))
+        if step > 4:
+            window.mul_(2)
+        tensors = qkv(requires_grad=step % 2 == 0)
+        visible = (own[:, None, :, None] == own[:, None, None, :]) & (distances <= window)
+        got = flexmasks.attention(*tensors, mask=plan)
+        assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype], step
+    assert {len(owned) for owned in plan.tensors.values()} == {1}
 
 
 _SIZES = [30, 50]
@@ -376,8 +452,9 @@ def with_default(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: int = 5) -> Ten
     return (q - kv).abs() <= n
 
 
-def test_plans_of_functions_of_a_module_are_pickled() -> None:
-    plan = flexmasks.plan(with_default, LENGTH)
+@pytest.mark.parametrize("mask", [with_default, flexmasks.get_mask(with_default) & packed(drawn_ids("cpu", 0))])
+def test_plans_of_functions_of_a_module_are_pickled(mask: Any) -> None:
+    plan = flexmasks.plan(mask, LENGTH)
     tensors = qkv(requires_grad=False)
     out = flexmasks.attention(*tensors, mask=plan)
     assert torch.equal(flexmasks.attention(*tensors, mask=pickle.loads(pickle.dumps(plan))), out)

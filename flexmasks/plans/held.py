@@ -17,9 +17,8 @@ from flexmasks.plans.recorded import Form
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
-from flexmasks.spec.leaves import Leaves
 from flexmasks.spec.parameters import Size, describe, in_message, listed
-from flexmasks.spec.structure import Opaque, Structure, flatten, plain_key
+from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _HOST = torch.device("cpu")
@@ -100,6 +99,7 @@ class HeldPlan:
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
+    _ids: frozenset[int] = frozenset()  # of its own tensors
     _versions: list[int] = field(default_factory=list, repr=False)
     _by_users: list[Modifier] = field(default_factory=list, repr=False)  # whose functions read variables that change
     _functions: list[Hashable] = field(default_factory=list, repr=False)  # their keys, with what they read
@@ -107,14 +107,15 @@ class HeldPlan:
     def __post_init__(self) -> None:
         if compat.is_compiling():  # torch traces no copies of functions, and keeps equal results by itself
             return
-        structure, leaves = flatten((self.mask, self.score), by_name=True)
+        walk = Walk(by_name=True)
+        structure, leaves = walk.structure((self.mask, self.score)), walk.leaves
         of_offset = [self.q_offset] if isinstance(self.q_offset, Tensor) else []
         all_tensors = [*leaves.all_tensors, *of_offset]
         learns = any(t.requires_grad or type(t) not in (Tensor, torch.nn.Parameter) for t in all_tensors)
         if structure.unreadable or not structure.is_whole or structure.reads_objects or leaves.has_global or learns:
             return
         if all_tensors:
-            self._own_tensors(structure, leaves, of_offset)
+            self._own_tensors(walk, structure, of_offset)
         if not self.of_one_step:
             self._by_users = [x for x in (self.mask, self.score) if x is not None and not x.is_by_library()]
             self._functions = self._present_functions()
@@ -123,23 +124,24 @@ class HeldPlan:
             self._check_values(self.mask, self.score, self.q_offset)
         self.owns_tensors = True
 
-    def _own_tensors(self, structure: Structure, leaves: Leaves, of_offset: list[Tensor]) -> None:
-        own = [*leaves.tensors, *of_offset]
+    def _own_tensors(self, walk: Walk, structure: Structure, of_offset: list[Tensor]) -> None:
+        own = [*walk.leaves.tensors, *of_offset]
         if not self.of_one_step or any(t.is_inference() for t in own):  # those of inference mode have no versions
             with torch.inference_mode(False), torch.no_grad():
                 own = [t.detach().clone(memory_format=torch.contiguous_format) for t in own]
-            self.mask, self.score = structure.fill(own)
+            self.mask, self.score = structure.fill(own, shared=walk.without_tensors())
             self.q_offset = own[-1] if of_offset else self.q_offset
-        names = ["" if place is None else place.name for place in leaves.places]
+        names = ["" if place is None else place.name for place in walk.leaves.places]
         for name, tensor in zip([*names, "q_offset"], own, strict=False):
             self.tensors.setdefault(name, []).append(tensor)
+        self._ids = frozenset(map(id, own))
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
         return [compat.version(t) for tensors in self.tensors.values() for t in tensors]
 
     def _present_functions(self) -> list[Hashable]:
-        return [_present_key(value) for value in self._by_users]
+        return [_present_key(value, self._ids) for value in self._by_users]
 
     def launch(self, key: Hashable) -> Launch | None:
         if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
@@ -309,12 +311,16 @@ def without_plan(q: Any, k: Any, request: Any) -> Any:
     return request._replace(mask=held.mask, score=score, q_offset=q_offset)
 
 
-def _present_key(value: Modifier) -> Hashable:
-    """A key with what functions read, which differs where that cannot be read any more."""
+def _present_key(value: Modifier, own: frozenset[int]) -> Hashable:
+    """A key with what functions read, which differs where that cannot be read, or is a tensor that is not the plan's.
+
+    own: ids of the plan's tensors.
+    """
     functions = [f for f in value.definition.functions if f is not None]
     is_alone = len(functions) == 1 and type(functions[0]) is FunctionType and not value.params
-    key = plain_key(cast(FunctionType, functions[0]), []) if is_alone else None
+    tensors: list[Tensor] = []
+    key = plain_key(cast(FunctionType, functions[0]), tensors) if is_alone else None
     if key is None:
-        structure, _ = flatten(value)
-        key = object() if structure.unreadable else structure.key
-    return key
+        structure, leaves = flatten(value)
+        tensors, key = leaves.all_tensors, None if structure.unreadable else structure.key
+    return object() if key is None or not own.issuperset(map(id, tensors)) else key

@@ -50,12 +50,17 @@ class Opaque(Exception):
     """Raised for a value that reads something which may change unnoticed."""
 
 
-class Filling:
-    """The leaves with which a structure is filled, and the parts that are made of them so far, by number."""
+PartNumber = int | tuple[int, int]  # of a part, or of a function and of its cell
 
-    def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any], has_own_globals: bool) -> None:
+
+class Filling:
+    """The leaves with which a structure is filled, and the parts that are shared or made of them so far, by number."""
+
+    def __init__(
+        self, tensors: Sequence[Any], numbers: Sequence[Any], has_own_globals: bool, shared: Mapping[PartNumber, Any]
+    ) -> None:
         self.tensors, self.numbers, self.has_own_globals = tensors, numbers, has_own_globals
-        self.parts: dict[int, Any] = {}
+        self.parts = dict(shared)
 
     def sequence(self, recipes: Iterable[Recipe]) -> list[Any]:
         return [make(self) for make in recipes]
@@ -102,11 +107,12 @@ def _copy_of_function(parts: _FunctionParts, number: int, filling: Filling) -> C
     # Only the global variables that the function reads: the copy must not keep a module's tensors alive.
     variables = parts.variables
     space = {n: variables[n] for n in _OF_EVERY_MODULE if n in variables} if has_own else variables
-    cells = tuple([types.CellType() for _ in parts.cells])
+    shared = [filling.parts.get((number, n)) for n in range(len(parts.cells))]
+    cells = tuple([types.CellType() if cell is None else cell for cell in shared])
     made = types.FunctionType(parts.code, space, parts.name, None, cells)
     filling.parts[number] = made  # before its closure is filled, which may hold it
-    for cell, make in zip(cells, parts.cells, strict=True):
-        if make is not None:
+    for own, cell, make in zip(shared, cells, parts.cells, strict=True):
+        if own is None and make is not None:
             cell.cell_contents = make(filling)
     made.__defaults__ = tuple(filling.sequence(parts.defaults)) or None
     made.__kwdefaults__ = parts.keyword_defaults(filling)
@@ -143,14 +149,21 @@ class Structure:
         """Key of the value without the contents of tensors. Raises Opaque."""
         return self.key_without_numbers, *[repr(n) if type(n) is float else n for n in self._numbers]
 
-    def fill(self, tensors: Sequence[Any], numbers: Sequence[Any] | None = None, has_own_globals: bool = False) -> Any:
+    def fill(
+        self,
+        tensors: Sequence[Any],
+        numbers: Sequence[Any] | None = None,
+        has_own_globals: bool = False,
+        shared: Mapping[PartNumber, Any] = types.MappingProxyType({}),
+    ) -> Any:
         """Return the value with other leaves, in the order of `Leaves`.
 
         numbers: by default those that the value has.
         has_own_globals: let copies of functions have the global variables that they read for themselves. By default
             they share those of their module, where torch looks them up, and leaves among them are not replaced.
+        shared: parts that are not copied, see `Walk.without_tensors`.
         """
-        return self._recipe(Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals))
+        return self._recipe(Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals, shared))
 
 
 def flatten(
@@ -276,13 +289,14 @@ class Walk:
         self._unreadable, self._is_whole = "", True
         self._global_depth = 0
         self._count = 0  # of parts
-        self._reached = 0  # tensors, those reached again included
+        self._reached = 0  # tensors, those reached again included, and parts that are not finished
         self.ways: tuple[list[Way], list[Way], list[Way]] = [], [], []
         # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
         # once its object dies.
         self.seen: dict[int, tuple[int, Any, Any]] = {}
         self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
-        self._have_tensors: set[int] = set()  # numbers of parts
+        self._have_tensors: set[int] = set()  # numbers of parts, and of those that hold themselves
+        self._cells: dict[PartNumber, types.CellType] = {}  # in which no tensor was reached
         self._owners: dict[int, tuple[Any, Any]] = {}  # by id: objects of which attributes are read, and their places
 
     def structure(self, value: Any) -> Structure:
@@ -312,6 +326,8 @@ class Walk:
             number = known[0]  # of a tensor in two places, or of a function that refers to itself
             if number in self._have_tensors:
                 self._reach_tensor()
+            elif number not in self._recipes:
+                self._reached += 1  # it is not finished, and may have tensors
             return ("seen", number), self._recipes.get(number) or partial(_once, number, _unfinished)
         number, self._count = self._count, self._count + 1
         self.seen[id(value)] = number, value, place
@@ -322,6 +338,11 @@ class Walk:
         if self._reached > reached:
             self._have_tensors.add(number)
         return key, recipe
+
+    def without_tensors(self) -> dict[PartNumber, Any]:
+        """The parts and cells of closures that hold no tensor, which a copy may share with the value."""
+        parts: dict[PartNumber, Any] = {number: value for number, value, _ in self.seen.values()}
+        return self._cells | {number: value for number, value in parts.items() if number not in self._have_tensors}
 
     def _reach_tensor(self) -> None:
         self._reached += 1
@@ -485,13 +506,15 @@ class Walk:
         cells: list[Recipe | None] = []
         part: Hashable
         recipe: Recipe | None
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            part = recipe = None
+        for n, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
+            part, recipe, reached = None, None, self._reached
             if not is_empty(cell):
                 place = holder, "variable", name
                 part, recipe = self._read(cell.cell_contents, place, partial(attributes_of, function, name))
             key.append(part)
             cells.append(recipe)
+            if self._reached == reached:
+                self._cells[self.seen[holder][0], n] = cell
         defaults: list[Recipe] = []
         if given := function.__defaults__:
             for name, value in zip(code.co_varnames[code.co_argcount - len(given) :], given, strict=False):
