@@ -174,30 +174,18 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 
 def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile."""
-    out, lse = _replayed_or_planned(q, k, v, request)
-    if out.requires_grad and checkpointing.saves_by_hooks():
-        # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
-        request = without_plan(q, k, request)
-        mask, score = from_arguments(request.mask, request.score, request.params)
-        mask_mod = mask if request.block_mask is None else request.block_mask.mask_mod
-        *_, check = frozen_functions(mask_mod, score, q, request.q_offset)
-        out, lse = _Watched.apply(check, out, lse)
-    return out, lse
+    results = _replayed_or_planned(q, k, v, request)
+    return cast(tuple[Tensor, Tensor | None], checkpointing.watched(results, lambda: _check_of_tensors(q, k, request)))
 
 
-class _Watched(torch.autograd.Function):
-    """Results of a call whose backward pass first checks what the forward pass read."""
-
-    @staticmethod
-    def forward(ctx: Any, check: Callable[[], None], *results: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.check = check
-        ctx.set_materialize_grads(False)
-        return tuple(None if x is None else x.view_as(x) for x in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.check()
-        return None, *gradients
+def _check_of_tensors(q: Tensor, k: Tensor, request: Request) -> Callable[[], None]:
+    """Return what raises torch's error if a tensor that a call's mask or score reads has changed in place since."""
+    request = without_plan(q, k, request)
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    blocks = request.block_mask
+    mask_mod, lists = (mask, None) if blocks is None else (blocks.mask_mod, lists_of(blocks))
+    *_, check = frozen_functions(mask_mod, score, q, (request.q_offset, lists))
+    return check
 
 
 def _replayed_or_planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:

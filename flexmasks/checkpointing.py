@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from flexmasks import compat
 
@@ -86,3 +88,55 @@ def saves_by_hooks() -> bool:
             return False
     except RuntimeError:
         return True
+
+
+Results = tuple[Tensor | None, ...]
+
+
+def watched(results: Results, check_of: Callable[[], Callable[[], None]]) -> Results:
+    """Return the results of a call. Where activation checkpointing makes the call again, a check comes before that.
+
+    Checkpointing reads the tensors of a mask and a score again, and compares no versions.
+
+    check_of: returns the check, which raises an error if the call would give other results.
+    """
+    if any(x is not None and x.requires_grad for x in results):
+        return cast(Results, _Watched.apply(check_of(), *results)) if saves_by_hooks() else results
+    if nodes := _nodes_of_reentrant_checkpoints():
+        check = check_of()
+        for node in nodes:
+            node.register_prehook(lambda _: check())
+    return results
+
+
+class _Watched(torch.autograd.Function):
+    """Results of a call whose backward pass first checks what the forward pass read."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Callable[[], None], *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check = check
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else x.view_as(x) for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check()
+        return None, *gradients
+
+
+def _nodes_of_reentrant_checkpoints() -> list[Any]:
+    """Return the autograd nodes of the reentrant checkpoints around this call, which their backward passes make again.
+
+    Such a checkpoint, torch's or that of another library, is an autograd.Function whose forward method runs a function
+    without gradients, and whose backward method runs it again. torch tells the function nothing about it.
+    """
+    nodes: list[Any] = []
+    frame = inspect.currentframe() if compat.in_function_without_gradients() else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            node = frame.f_locals.get(code.co_varnames[0])
+            is_checkpoint = isinstance(node, torch.autograd.function.FunctionCtx) and "heckpoint" in type(node).__name__
+            nodes += [node] if is_checkpoint else []
+        frame = frame.f_back
+    return nodes

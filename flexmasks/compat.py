@@ -396,6 +396,21 @@ def in_forward_derivative() -> bool:
     return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0) or _in_transform("Jvp")
 
 
+def in_function_without_gradients() -> bool:
+    """Return whether the forward method of an autograd.Function may be running in this thread, without gradients.
+
+    torch switches forward derivatives off there, which torch.no_grad does not.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    switch = named("forward_derivatives")
+    if isinstance(switch, _Missing):
+        return True
+    asked = switch(False)
+    with asked:
+        return not asked.prev
+
+
 def is_of_checkpointing(mode: Any) -> bool:
     """Return whether a mode is one of selective activation checkpointing, which have no public names."""
     return type(mode).__module__ == torch.utils.checkpoint.__name__

@@ -7,11 +7,13 @@ torch.export and autograd know.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flexmasks import checkpointing, compat
 from flexmasks.backends import plain
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
 from flexmasks.plans.rows import Rows, rows_of
@@ -83,10 +85,10 @@ def masked_softmax(
             raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
-        return _softmax(x, Rows(seen=mask), scale)
+        return _watched(_softmax(x, Rows(seen=mask), scale), mask)
     shape = x.shape
-    x = x.reshape(_with_heads(shape))
-    return _softmax(x, rows_of(mask, params, x, listed(q_offset, x.device)), scale).view(shape)
+    x, q_offset = x.reshape(_with_heads(shape)), listed(q_offset, x.device)
+    return _watched(_softmax(x, rows_of(mask, params, x, q_offset), scale).view(shape), mask, params, q_offset)
 
 
 def _with_heads(shape: torch.Size) -> tuple[int, ...]:
@@ -100,6 +102,21 @@ def _softmax(x: Tensor, rows: Rows, scale: float) -> Tensor:
     if plain.in_onnx_export():
         return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
+
+
+def _watched(out: Tensor, mask: Any, params: Any = None, q_offset: Any = None) -> Tensor:
+    """Return the output of a call with a mask, which activation checkpointing may make again."""
+    if mask is None or compat.is_compiling() or compat.transforms_active():
+        return out
+
+    def check_of_tensors() -> Callable[[], None]:
+        from flexmasks.backends.reference import frozen_functions  # imports torch's tracing
+
+        is_tensor = isinstance(mask, Tensor)
+        function = None if is_tensor else from_arguments(mask, None, params)[0]
+        return frozen_functions(function, None, out, (q_offset, mask if is_tensor else None))[2]
+
+    return cast(Tensor, checkpointing.watched((out,), check_of_tensors)[0])
 
 
 @says_what_to_write(lambda *given: "x, mask and scale")
@@ -141,7 +158,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
         factor = cast(float, scale)
     check_scores("flexmasks.scaled_masked_softmax", x, factor)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
-    mask = mask != 0 if mask.is_floating_point() else mask
+    hidden = mask != 0 if mask.is_floating_point() else mask
     if plain.in_onnx_export():
-        return plain.softmax(x, mask.bool(), factor)
-    return softmax_operator(x, None, None, mask, False, torch.sym_float(factor))
+        return plain.softmax(x, hidden.bool(), factor)
+    return _watched(softmax_operator(x, None, None, hidden, False, torch.sym_float(factor)), mask)

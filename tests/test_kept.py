@@ -162,6 +162,84 @@ def test_tensors_that_change_in_place(name: str, how: str) -> None:
         is_kept(results, inputs, change)
 
 
+SOFTMAX: dict[str, Callable[[SimpleNamespace], Attend]] = {
+    "softmax": lambda held: lambda q, k, v: flexmasks.masked_softmax(q @ k.mT, mask=_documents(held)) @ v,
+    "softmax, by name": lambda held: (
+        lambda q, k, v: flexmasks.masked_softmax(q @ k.mT, mask="document", document_ids=held.ids) @ v
+    ),
+    "softmax, booleans": lambda held: lambda q, k, v: flexmasks.masked_softmax(q @ k.mT, mask=held.seen) @ v,
+    "softmax, hidden": lambda held: lambda q, k, v: flexmasks.scaled_masked_softmax(q @ k.mT, held.seen) @ v,
+}
+
+
+@pytest.mark.parametrize("way", ["reentrant", "reentrant, nested", "not reentrant"])
+@pytest.mark.parametrize("name", [*READERS, *SOFTMAX])
+def test_checkpoints_of_tensors_that_change(name: str, way: str) -> None:
+    """The backward pass makes the call again, and raises where that would be another call."""
+    held = _held()
+    held.seen = held.ids[:, None] == held.ids
+    call = SOFTMAX[name](held) if name in SOFTMAX else None
+    call = call or functools.partial(_attend, backend="reference", **READERS[name](held))
+    again = functools.partial(checkpoint, use_reentrant=way != "not reentrant")
+    layer = (lambda *x: again(call, *x)) if "nested" in way else call
+
+    def gradients(attend: Attend, change: Callable[[], Any], inputs: list[Tensor]) -> list[Tensor | None]:
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        results = attend(*inputs)
+        change()
+        results.square().sum().backward()
+        return [x.grad for x in inputs]
+
+    def change() -> None:
+        held.ids.div_(2, rounding_mode="floor")
+        held.bias.mul_(2)
+        held.seen.logical_not_()
+
+    inputs = leaves()
+    want = gradients(call, lambda: None, inputs)
+    for _ in range(2):  # the second call is found in a cache
+        got = gradients(lambda *x: again(layer, *x), lambda: None, inputs)
+        torch.testing.assert_close(got, want)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            gradients(lambda *x: again(layer, *x), change, inputs)
+        want = gradients(call, lambda: None, inputs)
+
+
+class _WritesItsBuffer(torch.nn.Module):
+    """It takes the documents of each batch into its own memory, also when a checkpoint runs it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = torch.nn.Buffer(torch.zeros_like(ids))
+        self.plan = flexmasks.plan("document", LENGTH, document_ids=ids)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor) -> Tensor:
+        self.ids.copy_(new)
+        self.plan.update(document_ids=new)
+        out = flexmasks.attention(q, k, v, mask="document", document_ids=self.ids, backend="reference")
+        return out + flexmasks.attention(q, k, v, mask=self.plan, backend="reference")
+
+
+def test_reentrant_checkpoints_of_what_changes_rightly() -> None:
+    """After the backward pass, inside what is made again, and in evaluation between both."""
+    layer, plan = _WritesItsBuffer(), flexmasks.plan("document", LENGTH, document_ids=ids)
+    for step in range(2, 5):
+        new, inputs = torch.arange(LENGTH) // (5 * step), leaves()
+        plan.update(document_ids=new)
+        checkpoint(layer, *inputs, new, use_reentrant=True).sum().backward()
+        planned = functools.partial(flexmasks.attention, mask=plan, backend="reference")
+        outs = [checkpoint(planned, *inputs, use_reentrant=True) for _ in range(3)]  # micro-batches
+        with torch.no_grad():
+            layer(*inputs, ids)
+            planned(*inputs)
+        sum(outs, torch.zeros(())).sum().backward()
+        copies = [x.detach().requires_grad_() for x in inputs]
+        visible = new[:, None] == new
+        want = torch.nn.functional.scaled_dot_product_attention(*copies, attn_mask=visible)
+        (5 * want).sum().backward()
+        torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in copies], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("how", ["", "twice"])
 def test_variables_that_get_other_values(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Globals, attributes, dicts and variables of closures: the values of the forward pass count."""

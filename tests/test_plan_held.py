@@ -142,6 +142,24 @@ def test_plans_in_activation_checkpoints() -> None:
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["mask", "score", "block_mask"])
+def test_updates_before_the_backward_pass_of_a_checkpoint(how: str, reentrant: bool, device: str) -> None:
+    ids = drawn_ids(device, 0)
+    plan = flexmasks.plan(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
+    if how == "score":
+        plan = flexmasks.plan("causal", LENGTH, score=lambda s, b, h, q, kv: s + ids[b, kv], device=device)
+    given: dict[str, Any] = {"block_mask": plan.block_mask} if how == "block_mask" else {"mask": plan}
+    given["backend"] = "reference" if device == "cpu" else "auto"
+    names = {"ids"} & plan.tensors.keys() or {"document_ids"}
+    for seed in range(2):
+        out = checkpoint(lambda *x: flexmasks.attention(*x, **given), *qkv(device), use_reentrant=reentrant)
+        plan.update(**dict.fromkeys(names, drawn_ids(device, seed)))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("backend", ["short", "reference"])
 def test_a_change_before_the_backward_pass_raises(backend: str) -> None:
     """Or gives the gradients of the mask of the forward pass, where the backend keeps its own tensors."""
