@@ -25,7 +25,7 @@ from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
 from flexmasks.blocks.lists import lists_of
-from flexmasks.cache import ENTRY, KINDS, PLANS, Part
+from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.canvas import CanvasTiles, order_in_words, tiles_for
 from flexmasks.errors import passing_error
 from flexmasks.planned import (
@@ -217,9 +217,13 @@ def _run_given(
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
+    states = [] if known is None else list(map(identity, known[1]))
     result, planned = run_first_time(q, k, v, inner)
     if known is not None and result.replay is not None and planned is not None and not is_capturing(q.device):
-        keep(*known, result.replay, planned)
+        key, tensors = key_and_tensors(q, k, v, inner) or (None, [])
+        # Another thread may have changed a variable or a tensor meanwhile.
+        if (key, *map(id, tensors)) == (known[0], *map(id, known[1])) and states == list(map(identity, tensors)):
+            keep(*known, result.replay, planned)
     return with_sinks_of(result, sinks)
 
 
@@ -231,7 +235,9 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
     sinks, inner = sinks_of(request)
     key = _key_of_sizes(q, k, v, inner)
     capturing = bool(held.tensors) and is_capturing(q.device)
-    launch = None if key is None or (capturing and held.of_one_step) else held.launch(key)
+    launch, state = held.launch(key)
+    if capturing and held.of_one_step:
+        launch = None
     if key is not None and launch is not None:
         launch.is_in_graph |= capturing
         again = _replayed(launch.replay, q, k, v, sinks)
@@ -245,7 +251,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
         out = _run_given(q, k, v, request, known)
         replay = None if known is None else _REPLAYS.get(*known)
         if replay is not None and not capturing:
-            held.keep(key, Launch(replay, None if held.tensors else []))
+            held.keep(key, Launch(replay, None if held.tensors else []), state)
         return out
     found = tiles_for(q, k, v, request)
     if found is not None:
@@ -253,7 +259,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
     result, planned = run_first_time(q, k, v, inner)
     may_keep = planned is not None and planned.call.holds_aliases and not capturing
     if key is not None and result.replay is not None and planned is not None and may_keep:
-        held.keep(key, Launch(result.replay, _forms_in_place(result.replay, planned)))
+        held.keep(key, Launch(result.replay, _forms_in_place(result.replay, planned)), state)
     return with_sinks_of(result, sinks)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexmasks
+from flexmasks import calls
 from flexmasks.backends import tiles
 from flexmasks.kernels import softmax_plain
 from flexmasks.plans import recorded
@@ -347,6 +348,63 @@ def _trained(sizes: tuple[int, int, int, int, int], call: dict[str, Any]) -> lis
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     loss = (out * weight).sum() + lse[lse.isfinite()].square().sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+_REACH = 5
+
+
+@pytest.mark.parametrize("is_plan", [False, True, "with tensors"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("what", ["global", "closure", "tensor"])
+def test_what_changes_while_a_call_plans(
+    what: str, moment: str, is_plan: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread changes what a mask reads, and calls too; no later call finds what was planned before."""
+    near, shown = 5, torch.full((LENGTH,), 5)
+    if what == "global":
+        function = lambda b, h, q, kv: (q - kv).abs() <= _REACH  # noqa: E731
+    elif what == "closure":
+        function = lambda b, h, q, kv: (q - kv).abs() <= near  # noqa: E731
+    else:
+        function = lambda b, h, q, kv: (q - kv).abs() <= shown[kv]  # noqa: E731
+    mask: Any = function
+    if is_plan == "with tensors":
+        mask = flexmasks.get_mask(function) & flexmasks.masks.padding(seq_lens=torch.tensor([LENGTH]))
+    mask = flexmasks.plan(mask, LENGTH) if is_plan else mask
+    own = mask.tensors["shown"][0] if is_plan and what == "tensor" else shown
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    original, is_changed = calls.run_first_time, False
+
+    def change(reach: int) -> None:
+        nonlocal near
+        near = reach
+        monkeypatch.setitem(globals(), "_REACH", reach)
+        own.fill_(reach)
+
+    def is_right(reach: int) -> bool:
+        got = flexmasks.attention(q, k, v, mask=mask, backend="reference")
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=distances <= reach)
+        return error(got, want) < TOLERANCE[torch.float32]
+
+    def planned(*call: Any) -> Any:
+        nonlocal is_changed
+        if is_changed:
+            return original(*call)
+        is_changed = True
+        found = original(*call) if moment == "after" else None
+        change(20)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(is_right, 20).result()
+        return found or original(*call)
+
+    monkeypatch.setattr(calls, "run_first_time", planned)
+    is_right(5)  # the change comes in the midst of it: either reach is right
+    assert is_changed
+    for reach in (20, 5, 20, 5):
+        change(reach)
+        assert is_right(reach)
+        assert is_right(reach)
 
 
 @pytest.mark.parametrize("name", DIVIDED)

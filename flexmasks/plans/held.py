@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -24,6 +25,7 @@ from flexmasks.spec.values import Mask, Modifier, Score
 _HOST = torch.device("cpu")
 _COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
 _MAX_LAUNCHES = 64  # kinds of calls that one plan remembers
+State = tuple[list[int], list[Hashable]]  # versions of a plan's tensors, and keys of its functions with what they read
 
 
 @dataclass
@@ -99,6 +101,7 @@ class HeldPlan:
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # between seeing a change and keeping
     _ids: frozenset[int] = frozenset()  # of its own tensors
     _versions: list[int] = field(default_factory=list, repr=False)
     _by_users: list[Modifier] = field(default_factory=list, repr=False)  # whose functions read variables that change
@@ -143,19 +146,25 @@ class HeldPlan:
     def _present_functions(self) -> list[Hashable]:
         return [_present_key(value, self._ids) for value in self._by_users]
 
-    def launch(self, key: Hashable) -> Launch | None:
+    def launch(self, key: Hashable) -> tuple[Launch | None, State]:
+        """Return what an earlier call made ready, or None, and the state of all that calls read."""
         if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
             self.launches.clear()
             self._versions = self._present_versions()
         if self._by_users and self._functions != (present := self._present_functions()):
-            self.launches.clear()
-            self._functions = present
-        return self.launches.get(key)
+            with self._lock:
+                self.launches.clear()
+                self._functions = present
+        return self.launches.get(key), (self._versions, self._functions)
 
-    def keep(self, key: Hashable, launch: Launch) -> None:
-        if len(self.launches) >= _MAX_LAUNCHES:
-            self.launches.pop(next(iter(self.launches)))
-        self.launches[key] = launch
+    def keep(self, key: Hashable, launch: Launch, planned_in: State) -> None:
+        """Keep what a call made ready, if all that it read is still as it was in that state."""
+        with self._lock:
+            if planned_in != (self._present_versions(), self._present_functions()):
+                return
+            if len(self.launches) >= _MAX_LAUNCHES:
+                self.launches.pop(next(iter(self.launches)))
+            self.launches[key] = launch
 
     def check(self, q: Any, k: Any) -> None:
         """Raise ValueError unless the sizes are those of a call."""

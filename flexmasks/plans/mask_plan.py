@@ -179,7 +179,7 @@ class MaskPlan(Plan):
                 PROGRAMS.put(function, (), kind, ENTRY)
             return prepared
         kind.plans += 1
-        kind.record(lambda: RecordedPlan(self._sized_mask, inputs))
+        self._record(kind, lambda: RecordedPlan(self._sized_mask, inputs))
         if kind.recorded is None:
             return self._build_exactly(why=kind.why_exact)
         self._check_values()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.cache import ENTRY, FACT, KINDS, Part
+from flexmasks.cache import ENTRY, FACT, KINDS, Part, identity
 from flexmasks.errors import passing_error
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_unbatched
@@ -195,15 +195,29 @@ class Plan:
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
         prepared = cache.get(key, tensors)
         if prepared is None or (suits is not None and not suits(prepared)):
+            states = list(map(identity, tensors))
             with outside_transforms(tensors):
                 prepared = build()
             if capturing:  # the CUDA graph's own memory, which holds nothing before the graph runs
                 return prepared
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
             learned = isinstance(prepared, Prepared) and bool(tensors_of(prepared.resolved))
-            if not (learned and any(t.requires_grad for t in tensors)):
+            is_of_graph = learned and any(t.requires_grad for t in tensors)
+            if not is_of_graph and self._is_as_keyed() and states == list(map(identity, tensors)):
                 cache.put(key, tensors, prepared, prepared.nbytes)
         return prepared
+
+    def _is_as_keyed(self) -> bool:
+        """Return whether functions read what they read at first; another thread may have changed a variable."""
+        structure = None if self.is_by_library else flatten(self.value)[0]
+        return structure is None or (not structure.unreadable and structure.key == self._key)
+
+    def _record(self, kind: Kind, record: Callable[[], Any]) -> None:
+        """Record what a kind is made by, if that is due."""
+        known = kind.recorded
+        kind.record(record)
+        if kind.recorded is not known and not self._is_as_keyed():
+            kind.recorded = None
 
     @functools.cached_property
     def _kind_key(self) -> Hashable:
@@ -278,7 +292,7 @@ class Plan:
             def run_with(*tensors: Tensor) -> list[Tensor]:
                 return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
-            kind.record(lambda: Recorded(run_with, inputs, factored=factored))
+            self._record(kind, lambda: Recorded(run_with, inputs, factored=factored))
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not capturing:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
