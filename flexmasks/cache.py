@@ -250,6 +250,9 @@ def clear_caches() -> None:
     gradient is computed anew, in evaluation too, which `requires_grad_(False)` spares. Plans that you hold keep what
     they have.
 
+    Call it too before `torch.utils.swap_tensors`, which refuses tensors to which there are weak references. Under
+    `torch.__future__.set_swap_module_params_on_conversion(True)` nothing is kept of tensors, but in plans.
+
     Example:
         >>> import flexmasks
         >>> flexmasks.clear_caches()
@@ -271,8 +274,11 @@ def _contents(tensor: Tensor) -> bytes:
 def identity(tensor: Tensor) -> Hashable | None:
     """Return a value that differs after each change of a tensor that torch counts.
 
-    The result is None if changes of the tensor cannot be noticed.
+    The result is None if changes of the tensor cannot be noticed, or if torch is to swap the tensors of modules: it
+    swaps none to which there are weak references, and nothing but these tells when a tensor dies.
     """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return None
     try:
         # torch does not count what fused optimizers and FSDP2 write into parameters.
         if tensor.is_inference() or tensor.requires_grad:

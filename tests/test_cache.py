@@ -1183,3 +1183,54 @@ def test_cache_info_reads_well() -> None:
     assert len(text) < 1500
     assert "calls" in text
     assert "entries=" in text
+
+
+class _Documents(torch.nn.Module):
+    """Its mask reads a parameter, its score one that learns, its softmax a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.ids = torch.nn.Parameter(torch.arange(48) // size, requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.randn(48))
+        self.register_buffer("others", torch.arange(48) // size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls: Any = {"mask": "document", "document_ids": self.ids}, {"mask": lambda b, h, q, kv: self.others[kv] < 2}
+        biased = {"score": lambda s, b, h, q, kv: s + self.bias[kv]}
+        out = sum(flexmasks.attention(x, x, x, backend="reference", **call) for call in (*calls, biased))
+        return out + flexmasks.masked_softmax(x @ x.mT, mask="document", document_ids=self.others) @ x
+
+    def expected(self, x: Tensor) -> Tensor:
+        same, others = self.ids[:, None] == self.ids, self.others[:, None] == self.others
+        masks = same, (self.others < 2).expand(48, 48), self.bias.expand(48, 48)
+        out = sum(torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) for mask in masks)
+        return out + (x @ x.mT).masked_fill(~others, -torch.inf).softmax(-1) @ x
+
+
+def test_modules_whose_tensors_are_swapped() -> None:
+    """torch swaps no tensor to which there are weak references."""
+    module, other = _Documents(20), _Documents(7)
+    x = torch.randn(1, 1, 48, 16)
+
+    def call() -> None:
+        for learns in (True, False, False):
+            with torch.set_grad_enabled(learns):
+                dtype = module.bias.dtype
+                torch.testing.assert_close(module(x.to(dtype)), module.expected(x.to(dtype)))
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        call()
+        module.load_state_dict(other.state_dict())
+        call()
+        module.double()
+        call()
+        for name, tensor in list(other.named_buffers()) + list(other.named_parameters()):
+            torch.utils.swap_tensors(getattr(module, name), tensor.to(getattr(module, name).dtype).flip(0))
+        call()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    call()
+    flexmasks.clear_caches()
+    torch.utils.swap_tensors(module.others, torch.arange(48) // 3)
+    call()
