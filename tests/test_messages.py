@@ -375,6 +375,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "window_size of local": (made("local", window_size=(3, 0)), "did you mean `left=..., right=...`?"),
     "sliding_window": (made("sliding_window", sliding_window=3), "did you mean `window=sliding_window - 1`?"),
     "W": (calling("attention", mask="sliding_window", W=3), "did you mean `window=W - 1`?"),
+    "W of an image": (made("sasa", height=4, W=4, window=1), "did you mean `width`?"),
     "chunk_size": (made("chunked_causal", chunk_size=3), "did you mean `chunk`?"),
     "segment_ids": (calling("blocks", mask_mod=None), "did you mean `mask`?"),
     "doc_ids": (made("document", segment_ids=[0]), "did you mean `document_ids`?"),
