@@ -353,6 +353,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: flexmasks.varlen_attention(TOKENS, TOKENS, TOKENS, [0, 7]),
         "flexmasks.varlen_attention: `offsets` must be",
     ),
+    "scale of varlen": (calling("varlen", scale="x"), "flexmasks.varlen_attention: `scale` must be"),
+    "backend of paged": (calling("paged", backend="x"), "flexmasks.paged_attention: `backend` must be"),
+    "a dtype's name": (
+        calling("softmax", dtype="float32"),
+        "must be torch.float16, .bfloat16, .float32 or .float64, got 'f",
+    ),
+    "whole numbers as visible": (calling("attention", mask="dense", visible=SEEN.int()), "; pass `x.bool()` if 1 is"),
+    "whole numbers as slopes": (calling("attention", score="alibi", slopes=[1, 2, 3, 4]), "; pass `x.float()`."),
     "blocks of flex_attention": (
         lambda: flex_attention(Q, K, V, block_mask=SEEN),
         "flexmasks.flex.flex_attention: `block_mask` must be a BlockMask, got Tensor",
@@ -600,6 +608,8 @@ def test_advice_on_shapes_runs_when_pasted(kind: str) -> None:
         want = F.scaled_dot_product_attention(Q, K, V, attn_mask=whole.view(shape[1:]) if len(shape) == 5 else whole)
         out = flexmasks.attention(Q, K, V, backend="reference", **{kind: made})
         assert torch.allclose(out, want.nan_to_num(), atol=1e-5), shape
+    padding = torch.ones(B, 1, 1, S, dtype=torch.bool)
+    assert "like this is m.flatten(0, -2)." in refused(mask="key_padding", attention_mask=padding)
     lengths = torch.tensor([3])
     message = refused(mask="padding", seq_lens=lengths)
     assert "got int64[1]; a tensor `m` like this is m.expand(2)." in message
@@ -612,7 +622,7 @@ def test_tensors_by_the_names_of_other_libraries() -> None:
         assert "score=m" in refused(**{name: added})
     assert "mask=m" in refused(attn_mask=added > 0)
     assert "score=m" in message_of(flexmasks.attention, Q, K, V, added)  # by position
-    assert "score='dense_bias', bias=x" in refused(mask="dense", visible=added)
+    assert "score=x" in refused(mask="dense", visible=added)
     assert "add it to `x`" in message_of(flexmasks.masked_softmax, torch.zeros(1, 1, S, S), mask=added)
 
 

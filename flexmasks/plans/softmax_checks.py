@@ -24,7 +24,7 @@ def check_scores(call: str, x: Any, scale: Any, dtype: Any = None, ndim: int = 1
     """Check the scores, of at least `ndim` dimensions, and the scale of a softmax."""
     _check_tensor(call, "x", x, _SCORE_DTYPES, "must be a tensor of float16, bfloat16, float32 or float64")
     if dtype is not None and dtype not in _SCORE_DTYPES:
-        raise TypeError(f"{call}: `dtype` must be float16, bfloat16, float32 or float64, got {dtype}.")
+        raise TypeError(f"{call}: `dtype` must be torch.float16, .bfloat16, .float32 or .float64, got {dtype!r}.")
     _check_scale(call, scale)
     if x.ndim < ndim:
         least = "one dimension" if ndim == 1 else "two dimensions, [..., Q, K]"

@@ -22,9 +22,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # What errors of a call name first that come from what it is made of.
 _WITHIN = {
-    "flexmasks.flex.flex_attention": "flexmasks.attention:",
-    "flexmasks.integrations.distributed.attention": "flexmasks.attention:",
-    "flexmasks.varlen_attention": "flexmasks mask 'packed':",
+    "flexmasks.flex.flex_attention": ("flexmasks.attention:",),
+    "flexmasks.integrations.distributed.attention": ("flexmasks.attention:",),
+    "flexmasks.varlen_attention": ("flexmasks.attention:", "flexmasks mask 'packed':"),
+    "flexmasks.paged_attention": ("flexmasks.attention:",),
 }
 _UNKNOWN = re.compile(r"flexmasks: no parameter is named `(\w+)`; (?!did you mean)(.*)")
 
@@ -70,8 +71,9 @@ def says_what_to_write(
                     unknown = _UNKNOWN.match(str(error))
                     if unknown and unknown[1] in kwargs and names:
                         error.args = (_no_argument(where, unknown[1], names, unknown[2]),)
-                    if where in _WITHIN and str(error).startswith(_WITHIN[where]):
-                        error.args = (f"{where}:{str(error).removeprefix(_WITHIN[where])}",)
+                    for within in _WITHIN.get(where, ()):
+                        if str(error).startswith(within):
+                            error.args = (f"{where}:{str(error).removeprefix(within)}",)
                     raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
                 problem = _unfit(where, signature, names, args, kwargs)
                 if not problem:

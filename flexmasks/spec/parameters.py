@@ -245,20 +245,24 @@ def how_to_move(device: torch.device) -> str:
 
 
 def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
-    """Return what to write where a floating tensor stands for other values, or ""."""
-    if not value.is_floating_point() or "float" in kinds:
+    """Return what to write where a tensor of numbers stands for other values, or ""."""
+    if "float" in kinds:
+        return "; pass `x.float()`" if value.dtype in _INT_DTYPES else ""
+    if "bool" in kinds and value.dtype in _INT_DTYPES:
+        return "; pass `x.bool()` if 1 is visible"
+    if not value.is_floating_point():
         return ""
     if "bool" in kinds:
-        return (
-            "; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, or, if x is added to scores, "
-            "score='dense_bias', bias=x"
-        )
+        added = "or, if x is added to scores, score=x"
+        return f"; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, {added}"
     return "; pass `x.long()`" if "int" in kinds else ""
 
 
 def _advice_on_shape(wanted: list[tuple[str, ...]], shape: tuple[int, ...], sizes: Mapping[str, int]) -> str:
     """Return what to write for a tensor `m` that fits the dimensions of a parameter in another form, or ""."""
     forms = [(f"m.squeeze({i})", shape[:i] + shape[i + 1 :]) for i, n in enumerate(shape) if n == 1]
+    if len(shape) > 2 and all(n == 1 for n in shape[1:-1]):
+        forms.append(("m.flatten(0, -2)", (shape[0], shape[-1])))
     batch, heads, before_pairs = sizes["B"], sizes["H"], [n for n in shape[:-2] if n != 1]
     if before_pairs == [batch]:
         forms.append(("m[:, None] if it is [batch, queries, keys]", (batch, 1, *shape[-2:])))
