@@ -168,7 +168,7 @@ def test_packed_masks_place_their_queries() -> None:
         torch.testing.assert_close(out[:, :, slice(*rows)], want, atol=1e-5, rtol=1e-5)
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4))
 def test_sequences(lengths: list[tuple[int, int]]) -> None:
     """varlen_attention and jagged tensors: for each sequence, both alignments against attention of its own."""
     offsets, kv_offsets = ([sum(n[side] for n in lengths[:i]) for i in range(len(lengths) + 1)] for side in (0, 1))
@@ -185,7 +185,7 @@ def test_sequences(lengths: list[tuple[int, int]]) -> None:
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
 
-    first = next((i for i, (a, b) in enumerate(lengths) if a != b), None)
+    first = next((i for i, (a, b) in enumerate(lengths) if a != b and a and b), None)
     out, message = said(call)
     if first is None:
         torch.testing.assert_close(out, expected(None))

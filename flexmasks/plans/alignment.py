@@ -162,7 +162,7 @@ def sequences_aligned(
             "if the queries are the last tokens of their sequences, q_offset='first' if each query 0 is at its key 0.",
             call=call,
         )
-    differs = counts != kv_counts
+    differs = (counts != kv_counts) & (counts > 0) & (kv_counts > 0)
     if bool(differs.any()):
         n = int(differs.int().argmax())
         unsaid(call, int(counts[n]), int(kv_counts[n]), f"sequence {n} has ")
