@@ -14,6 +14,7 @@ from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.definitions import KEYWORDS
+from flexmasks.spec.parameters import as_number
 
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
@@ -206,7 +207,7 @@ def attention(
     check_return_max(return_max)
     mask, block_mask = mask_or_blocks(mask, block_mask)
     request = later.request.Request(
-        mask, score, params, scale, block_mask, on_device_of(q, q_offset), sink_logits, return_lse, backend,
+        mask, score, params, as_number(scale), block_mask, on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
     )  # fmt: skip
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
@@ -343,8 +344,9 @@ def varlen_attention(
         torch.Size([6, 4, 64])
     """
     request = later.request.Request(
-        mask, score, params, scale, None, on_device_of(q, q_offset), sink_logits, return_lse, backend, kernel_options
-    )
+        mask, score, params, as_number(scale), None, on_device_of(q, q_offset), sink_logits, return_lse, backend,
+        kernel_options,
+    )  # fmt: skip
     offsets = one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
     kv_offsets = one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
     most = [longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)]
@@ -451,7 +453,7 @@ def paged_attention(
         torch.Size([2, 4, 1, 64])
     """
     request = later.request.Request(
-        mask, score, params, scale, None, on_device_of(q, q_offset), sink_logits, return_lse, backend
+        mask, score, params, as_number(scale), None, on_device_of(q, q_offset), sink_logits, return_lse, backend
     )
     pages, lens = on_device_of(q, page_table), on_device_of(q, kv_lens)
     out, lse = later.pages.run_paged(q, k_cache, v_cache, pages, lens, request)
@@ -572,6 +574,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
     check_return_max(arguments.pop("return_max", False))
     q, k, v = with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
-    own["q_offset"] = on_device_of(q, own.get("q_offset"))
+    own |= {"scale": as_number(own.get("scale")), "q_offset": on_device_of(q, own.get("q_offset"))}
     own["mask"], own["block_mask"] = mask_or_blocks(own.get("mask"), own.get("block_mask"))
-    return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))
+    with compat.keeping_environment():
+        return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.spec.by_name import says_what_to_write as _says_what_to_write
+from flexmasks.spec.parameters import freeze as _freeze
 
 
 @_says_what_to_write()
@@ -38,7 +39,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
         >>> tile_order((2, 4), (2, 2))
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
-    _check_axes(canvas=canvas, tile=tile)
+    canvas, tile = _axes(canvas=canvas, tile=tile)
     if len(canvas) != len(tile) or min(*canvas, *tile) < 1:
         raise ValueError(
             f"flexmasks: `canvas` and `tile` must have the same number of axes, all at least 1, got {canvas}, {tile}."
@@ -61,7 +62,7 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
         >>> morton_order((2, 4))
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
-    _check_axes(canvas=canvas)
+    (canvas,) = _axes(canvas=canvas)
     bits = [(n - 1).bit_length() for n in canvas]
     if not canvas or min(canvas) < 1 or sum(bits) > 62:
         raise ValueError(
@@ -95,10 +96,12 @@ def inverse_order(order: Tensor) -> Tensor:
     return inverse
 
 
-def _check_axes(**given: Any) -> None:
-    for name, axes in given.items():
-        if not isinstance(axes, list | tuple | torch.Size) or not all(type(n) is int for n in axes):
-            raise TypeError(f"flexmasks: `{name}` must be a tuple of ints, such as (48, 64), got {axes!r}.")
+def _axes(**given: Any) -> list[tuple[int, ...]]:
+    found = [_freeze(axes) for axes in given.values()]
+    for (name, value), axes in zip(given.items(), found, strict=True):
+        if not isinstance(axes, tuple) or not all(type(n) is int for n in axes):
+            raise TypeError(f"flexmasks: `{name}` must be a tuple of ints, such as (48, 64), got {value!r}.")
+    return found
 
 
 def coordinates(pixel: Tensor, canvas: Sequence[int]) -> list[Tensor]:

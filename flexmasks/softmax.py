@@ -21,7 +21,7 @@ from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, c
 from flexmasks.spec.aliases import has_derivatives
 from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import can_be_read, listed
+from flexmasks.spec.parameters import as_number, can_be_read, listed
 
 
 @says_what_to_write()
@@ -76,6 +76,7 @@ def masked_softmax(
                 [0.3333, 0.3333, 0.3333, 0.0000],
                 [0.0000, 0.0000, 0.0000, 0.0000]])
     """
+    scale = as_number(scale)
     check_scores("flexmasks.masked_softmax", x, scale, dtype, ndim=2)
     x = x if dtype is None else x.to(dtype)
     if plain.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
@@ -151,6 +152,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
+    scale = as_number(scale)
     if isinstance(scale, Tensor) and scale.numel() == 1:
         is_number = can_be_read(scale) and not has_derivatives(scale)
         x, factor = (x, float(scale)) if is_number else (x * scale.to(x.dtype), 1.0)

@@ -535,7 +535,6 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a Score of numbers": (lambda: CHECKERBOARD(1.0, 0, 0, 3, 2), "is called with index tensors"),
     # other arguments
     "scale a tensor": (masked(scale=torch.tensor(1.0)), "got float32[]; multiply q by a tensor instead"),
-    "scale of NumPy": (masked(scale=np.float32(0.5)), "pass float(...) of it"),
     "q_offset a set": (masked(q_offset={1, 2}), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
     "q_offset of no dimension": (masked("causal", q_offset=torch.tensor(3)), "got int64[] on cpu"),
     "q_offset beyond 2**31": (masked("causal", q_offset=torch.tensor([2**40, 1])), "at most 2**31 - 64"),
@@ -557,7 +556,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "device meta": (blocks("causal", device="meta"), "`device` must hold data, got meta"),
     "device without backend": (blocks("causal", device="mps"), "`device` must be available, got mps, and torch says"),
     "heads unknown": (blocks(lambda b, h, q, kv: (q >= kv) & (h < 1)), "depends on its head index; pass `heads`"),
-    "q_len of NumPy": (blocks_of("causal", q_len=np.int64(64)), "`q_len` must be an int of at least 1"),
+    "q_len a float of NumPy": (blocks_of("causal", q_len=np.float64(64)), "`q_len` must be an int of at least 1"),
     "q_len a bool": (blocks_of("causal", q_len=True), "`q_len` must be an int of at least 1, got True"),
     "q_len beyond 2**31": (blocks_of("causal", q_len=2**33), "`q_len` must be at most 2**31 = 2147483648"),
     "kv_len beyond 2**31": (blocks_of("causal", kv_len=2**33), "`kv_len` must be at most 2**31"),

@@ -574,3 +574,48 @@ def test_a_value_learns_if_one_inside_it_does() -> None:
     for learns in (False, True):
         score = flexmasks.get_score("alibi", slopes=torch.rand(2, requires_grad=learns))
         assert flexmasks.packed(score, [0, 4, 12]).learns() == learns
+
+
+# --- numbers of NumPy ---
+
+_QKV = torch.randn(3, 1, 2, 16, 16)
+_ROWS = _QKV[0, 0].transpose(0, 1)
+_POOL = torch.randn(2, 16, 2, 16)
+_SCORES = torch.randn(1, 2, 16, 16)
+_HIDDEN = torch.rand(16, 16) < 0.5
+NUMBERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "scale": (0.25, lambda n: flexmasks.attention(*_QKV, mask="causal", scale=n)),
+    "scale an int": (2, lambda n: flexmasks.attention(*_QKV, mask="causal", scale=n)),
+    "q_offset": (3, lambda n: flexmasks.attention(*_QKV, mask="causal", q_offset=n)),
+    "a mask's int": (3, lambda n: flexmasks.attention(*_QKV, mask="sliding_window", window=n)),
+    "a score's float": (2.5, lambda n: flexmasks.attention(*_QKV, score="softcap", cap=n)),
+    "scale of varlen": (0.25, lambda n: flexmasks.varlen_attention(_ROWS, _ROWS, _ROWS, [0, 16], scale=n)),
+    "most queries": (16, lambda n: flexmasks.varlen_attention(_ROWS, _ROWS, _ROWS, [0, 16], max_seqlen_q=n)),
+    "scale of pages": (0.25, lambda n: flexmasks.paged_attention(_QKV[0], _POOL, _POOL, [[1, 0]], [20], scale=n)),
+    "q_offset of pages": (4, lambda n: flexmasks.paged_attention(_QKV[0], _POOL, _POOL, [[1, 0]], [20], q_offset=n)),
+    "explain": (0.25, lambda n: str(flexmasks.explain(*_QKV, mask="causal", scale=n))),
+    "scale of a softmax": (0.25, lambda n: flexmasks.masked_softmax(_SCORES, mask="causal", scale=n)),
+    "q_offset of a softmax": (3, lambda n: flexmasks.masked_softmax(_SCORES, mask="causal", q_offset=n)),
+    "Megatron's scale": (0.25, lambda n: flexmasks.scaled_masked_softmax(_SCORES, _HIDDEN, n)),
+    "lengths": (48, lambda n: flexmasks.block_mask("causal", n, n, batch=n, heads=n, block_size=n).to_dense()),
+    "a dense mask's lengths": (7, lambda n: flexmasks.dense_mask("causal", n, n, batch=n, heads=n, q_offset=n)),
+    "blocks": (300, lambda n: str(flexmasks.get_mask("causal").blocks(n, n))),
+    "a pair of block sizes": (64, lambda n: flexmasks.block_mask("causal", 128, block_size=(n, n)).BLOCK_SIZE),
+    "a plan": (16, lambda n: repr(flexmasks.plan("causal", n, n, batch=n, heads=n))),
+    "a picture": (40, lambda n: flexmasks.draw("causal", n, n, batch=n, heads=n, b=n - 1, h=n - 1).text()),
+    "a canvas": (4, lambda n: flexmasks.orders.tile_order((n, n), (n, n))),
+    "Morton's canvas": (4, lambda n: flexmasks.orders.morton_order([n, n])),
+    "page_size": (4, lambda n: flexmasks.dense_mask(flexmasks.paged("causal", [[1, 0]], [7], n), 4, 8, q_offset=0)),
+    "q_start": (4, lambda n: flexmasks.dense_mask(flexmasks.packed("causal", [0, 8], q_start=n), 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    """They are taken wherever a number is, also as arrays without dimensions."""
+    number, call = NUMBERS[name]
+    want = call(number)
+    for dtype in ("int16", "int64") if isinstance(number, int) else ("float32", "float64"):
+        for same in (np.dtype(dtype).type(number), np.array(number, dtype)):
+            got = call(same)
+            assert torch.equal(got, want) if isinstance(want, Tensor) else got == want

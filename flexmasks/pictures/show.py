@@ -17,7 +17,7 @@ from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.spec.arguments import Ints, MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import define
-from flexmasks.spec.parameters import listed
+from flexmasks.spec.parameters import as_number, listed
 from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Modifier, Score
 
@@ -50,6 +50,7 @@ def draw(
         (28, 8, 28)
     """
     value = _mask_or_score(mask, params)
+    q_len, kv_len, b, h, batch, heads = map(as_number, (q_len, kv_len, b, h, batch, heads))
     if q_len is None:
         accepted = accepted_lengths(value, b, h)
         q_len, kv_len = accepted[0], kv_len or accepted[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,7 +133,6 @@ def check_scale(scale: Any) -> None:
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not -_MAX_SCALE <= scale <= _MAX_SCALE:
         hint = "; multiply q by a tensor instead" if isinstance(scale, Tensor) else ""
-        hint = "; pass float(...) of it" if isinstance(scale, np.number) else hint
         fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {in_message(scale)}{hint}.", TypeError)
 
 

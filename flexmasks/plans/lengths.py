@@ -18,7 +18,7 @@ from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.plans.sizes import MAX_POSITIONS, sized
-from flexmasks.spec.parameters import Size, describe, device_named, is_dense, listed
+from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 
 
@@ -33,6 +33,10 @@ class Lengths:
     device: Any = None
     q_offset: Any = None
     block_size: Any = 128
+
+    def __post_init__(self) -> None:
+        for name in ("q_len", "kv_len", "batch", "heads", "block_size"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
 
     def check(
         self, call: str, mask: Modifier, score: Modifier | None = None

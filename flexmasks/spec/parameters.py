@@ -336,6 +336,15 @@ def _specs_of(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
     return tuple(specs.items())
 
 
+def as_number(value: Any) -> Any:
+    """Return NumPy's scalars, and arrays without dimensions, as Python's numbers, and any other value as it is.
+
+    So they count wherever a number is taken. A tensor without dimensions is no number: a device would have to be asked.
+    """
+    is_number = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim)
+    return value.item() if is_number else value
+
+
 def freeze(value: Any) -> Any:
     """Return lists as tuples, NumPy values as Python's, and any other value as it is."""
     if isinstance(value, _NUMPY_TYPES):
@@ -364,12 +373,11 @@ def hashable(value: Any) -> Hashable:
 
 
 def listed(value: Any, device: torch.device | None) -> Any:
-    """Return a sequence or a NumPy array as a tensor, and NumPy's numbers as Python's.
+    """Return a sequence or a NumPy array as a tensor, and NumPy's numbers as Python's, see `as_number`.
 
     Any other value, and what cannot be made a tensor, is returned as it is: a check comes later.
     """
-    if isinstance(value, np.generic):
-        return value.item()
+    value = as_number(value)
     if isinstance(value, list | tuple | np.ndarray):
         try:
             return torch.tensor(value, device=device)
