@@ -20,10 +20,11 @@ import importlib
 import itertools
 import logging
 import operator
+import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -259,13 +260,25 @@ NAMES: dict[str, tuple[str, Any]] = {
 IMPORTING = threading.RLock()
 
 
+@contextlib.contextmanager
+def keeping_environment() -> Iterator[None]:
+    """Leave the environment as it is where torch may import torch._dynamo, which names Inductor's folder there."""
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    given = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop(variable, None)
+
+
 def named(name: str) -> Any:
     """Return what `NAMES` calls so."""
     if name in globals():
         return globals()[name]
     path, without = NAMES[name]
     module, _, attribute = path.partition(":")
-    with IMPORTING:
+    with IMPORTING, keeping_environment():
         if name == "compile_lock":  # whoever traces holds it
             _keep_device_guard()
         if name == "flex_attention":

@@ -85,7 +85,7 @@ class _Cache(NamedTuple):
         """
         n_pages, page_size = self.k.shape[:2]
         size = Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device)
-        offset = request.q_offset
+        offset = cast(int | Tensor | None, request.q_offset)
         if offset is not None:
             check_offset(call, offset, size.batch, size.device)
         starts = offset_of_last(self.kv_lens, size.q_len) if offset is None else offsets_of(offset, len(q), q.device)

@@ -14,7 +14,11 @@ import pytest
 _SCRIPT = """
 import os, sys, threading, types, warnings
 import torch
-import torch._dynamo.config, torch._functorch.config, torch._inductor.config
+if "bare" in sys.argv:
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    assert "torch._dynamo" not in sys.modules
+else:
+    import torch._dynamo.config, torch._functorch.config, torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 
 warnings.simplefilter("ignore")
@@ -23,7 +27,10 @@ warnings.simplefilter("ignore")
 def state():
     # Settings of torch's compilers, functions and classes in torch's modules, and what a process has.
     found = {}
-    for module in (torch._dynamo.config, torch._functorch.config, torch._inductor.config):
+    for name in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
         found |= {f"setting {module.__name__}.{name}": repr(v) for name, v in module.get_config_copy().items()}
     for name, module in [*sys.modules.items()]:
         if name.split(".")[0] != "torch" or not isinstance(module, types.ModuleType):
@@ -62,6 +69,14 @@ if step == "import":
     import flexmasks
 elif step == "explain":
     flexmasks.explain(q, k, v, mask="sliding_window", window=30)
+    flexmasks.explain(q, k, v, mask=lambda b, h, q, kv: (q - kv) % 3 < 2, score="softcap", cap=3.0)
+    for seed in range(20):
+        ids = torch.arange(200) // (seed + 7)
+        flexmasks.explain(q, k, v, mask="document", document_ids=ids, backend="reference")
+elif step == "documents":
+    for seed in range(20):
+        ids = torch.arange(200) // (seed + 7)
+        flexmasks.attention(q, k, v, mask="document", document_ids=ids, backend="reference")
 else:
     learns = step in ("short", "reference")
     x = q[:, :, -1:] if step == "decode" else q.clone().requires_grad_(learns)
@@ -79,12 +94,21 @@ _COMPILED = {"name torch._higher_order_ops.flex_attention.create_fw_bw_graph"}
 TOUCHED = {
     "import": {"module flexmasks"},
     "explain": set(),
+    "documents": _THREADS,
     "reference": _THREADS,
     "short": _THREADS,
     "decode": _THREADS,
     "sdpa": set(),
     "flex": _COMPILED,
 }
+
+
+@pytest.mark.parametrize("step", [step for step in TOUCHED if step != "flex"])
+def test_the_environment_stays_where_torch_has_no_compiler_yet(step: str) -> None:
+    """The call that imports torch's compiler leaves the variables that the import sets."""
+    ran = fresh.run(_SCRIPT, step, "bare")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert [line for line in ran.stdout.splitlines() if line.startswith("variable ")] == []
 
 
 @pytest.mark.parametrize("step", TOUCHED)

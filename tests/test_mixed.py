@@ -557,5 +557,5 @@ def test_wrong_pages_are_those_of_their_sequence(counts: list[int], wrong: int) 
         ValueError, match=rf"^flexmasks.varlen_attention: `kv_lens` must be at most .* got {lens[wrong]}"
     ):
         call(page_table=step.table, kv_lens=lens)
-    with pytest.raises(ValueError, match=r"^flexmasks.varlen_attention: `kv_lens` must be .*B=\d\), got values from -1"):
+    with pytest.raises(ValueError, match=r"^flexmasks.varlen_attention: `kv_lens` must be .*, got values from -1"):
         call(page_table=step.table, kv_lens=negative)

@@ -72,7 +72,7 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], facto
     Raises what the function raises, and RuntimeError where it reads a value that depends on an input.
     """
     tracer = _Tracer(inputs)
-    with tracer:
+    with compat.keeping_environment(), tracer:  # a mode of torch's imports torch._dynamo
         results = torch.func.functionalize(function)(*inputs)
     outputs = [tracer.value_of(x) for x in results]
     operations, outputs = _simplified(tracer.operations, outputs, keeps_results=not factored)

@@ -224,12 +224,12 @@ def check_pages(
     if size is None or not isinstance(inner, Mask) or not size.q_len or not most_missing:
         return
     size = replace(size, kv_len=columns * page_size)
-    mask_mod, sizes, device = _mod_of(inner, size), (size.batch, size.heads), page_table.device
+    mask_mod, device = _mod_of(inner, size), page_table.device
     queries, entries = Axis(size.q_len, size.q_len), Axis(size.kv_len, page_size)
-    possible = decide(mask_mod, *sizes, queries, entries, device).possible.to(device)
+    possible = decide(mask_mod, size.batch, size.heads, queries, entries, device).possible.to(device)
     if not bool(((missing > 0) & possible.any(2).any(1)).any()):
         return
-    sizes = *sizes, size.q_len, size.kv_len
+    sizes = size.batch, size.heads, size.q_len, size.kv_len
     keys = build(mask_mod, *sizes, device, (size.q_len, 1), work=Work.bounded(math.prod(sizes)))
     slots = torch.arange(page_size, device=device)
     is_seen = keys.block_mask(mask_mod).to_dense().bool().any(2).any(1).unflatten(1, (columns, page_size))
