@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +22,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmasks.attention import block_mask
+from flexmasks.compat import BlockMask
 from flexmasks.planning import Plan
 from flexmasks.planning import plan as plan_of
 from flexmasks.plans.checks import described
-from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.indexing import at
 from flexmasks.spec.parameters import device_named, freeze, in_message
 from flexmasks.spec.values import Mask
 
-_FAR = 1 << 30  # above every distance
 _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
 
 Tokens = Tensor | Sequence[int]
@@ -78,7 +77,8 @@ class TreeBatch:
     @says_what_to_write()
     def sliding_window(self, window: int) -> Mask:
         """The mask of the trees with a window along each path: `window` earlier tokens of it, and the token itself."""
-        return windowed(self.mask, _at_least(0, "TreeBatch.sliding_window", "window", window))
+        window = _at_least(0, "TreeBatch.sliding_window", "window", window)
+        return windowed(self.mask, window, [depths(self.parents)])
 
     @says_what_to_write()
     def plan(self, *, window: int | None = None) -> Plan:
@@ -89,16 +89,15 @@ class TreeBatch:
             self._plans[window] = plan_of(mask, self.tokens.shape[1], batch=len(self.tokens))
         return self._plans[window]
 
-    def block_mask(self) -> TreeBlockMask:
+    def block_mask(self) -> BlockMask:
         """Return the mask as a BlockMask, for models that take one.
 
         Models of transformers take it as `attention_mask`, with `input_ids=batch.tokens` and
-        `position_ids=batch.position_ids`. With attn_implementation="flexmasks" their layers with windows see these
-        along each path, and `mask` or `plan()` does as well; others, such as "flex_attention", take the block mask as
-        it is in all layers.
+        `position_ids=batch.position_ids`. With attn_implementation="flexmasks" their layers with windows or chunks see
+        these along each path, and `mask` or `plan()` does as well; others, such as "flex_attention", take the block
+        mask as it is in all layers.
         """
-        made = block_mask(self.mask, self.tokens.shape[1], batch=len(self.tokens))
-        return TreeBlockMask.of_batch(cast(PortableBlockMask, made), self)
+        return block_mask(self.mask, self.tokens.shape[1], batch=len(self.tokens))
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Return the batch on a device."""
@@ -241,13 +240,12 @@ def _check(call: str, x: Any, rows: torch.Size, dims: int | None = None) -> None
         raise ValueError(f"flexmasks.trees.{call}: expected {wanted}, got {described(x)}.")
 
 
-def windowed(mask: Mask, window: int) -> Mask:
-    """Return a mask whose queries see at most `window` keys before their own; in a tree, along their path."""
-    trees = [m for m in mask.inside() if m.name == "tree" and m.definition.by_library]
-    if not trees:
-        return mask & get_mask("band", lower=-window, upper=_FAR)
-    for tree in trees:
-        depth = _depths(tree.params["parents"])
+def windowed(mask: Mask, window: int, depths: list[Tensor]) -> Mask:
+    """Return a mask of trees whose queries see at most `window` keys before their own along their paths.
+
+    depths: those of the tokens of each tree in the mask, see `depths`.
+    """
+    for depth in depths:
         mask = mask & get_mask(functools.partial(_within_path, window=window, depth=depth))
     return mask
 
@@ -256,31 +254,20 @@ def _within_path(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int, de
     return at(depth, b, q) - at(depth, b, kv) <= window
 
 
-def _depths(parents: Tensor) -> Tensor:
-    """The number of ancestors of each token, int64[N] or [B, N]."""
+def parents_in(mask: Mask) -> list[Any]:
+    """Return the parents of the tokens of each tree in a mask, tensors or tuples."""
+    return [m.params["parents"] for m in mask.inside() if m.name == "tree" and m.definition.by_library]
+
+
+def depths(parents: Tensor) -> Tensor:
+    """Return the number of ancestors of each token, int64[N] or [B, N]."""
     missing = parents < 0
-    ancestors, depths = torch.where(missing, parents.shape[-1], parents).long(), (~missing).long()
-    ancestors, depths = (F.pad(x, (0, 1), value=n) for x, n in ((ancestors, parents.shape[-1]), (depths, 0)))
+    ancestors, depth = torch.where(missing, parents.shape[-1], parents).long(), (~missing).long()
+    ancestors, depth = (F.pad(x, (0, 1), value=n) for x, n in ((ancestors, parents.shape[-1]), (depth, 0)))
     for _ in range(parents.shape[-1].bit_length()):  # of ancestors that are twice as far in each step
-        depths = depths + depths.gather(-1, ancestors)
+        depth = depth + depth.gather(-1, ancestors)
         ancestors = ancestors.gather(-1, ancestors)
-    return depths[..., :-1]
-
-
-class TreeBlockMask(PortableBlockMask):
-    """The BlockMask of a batch of trees, which knows the batch, see `TreeBatch.block_mask`."""
-
-    batch: TreeBatch
-
-    @classmethod
-    def of_batch(cls, made: PortableBlockMask, batch: TreeBatch) -> TreeBlockMask:
-        known = cls.of(made, made.source)
-        known.batch = batch
-        return known
-
-    def to(self, device: torch.device | str) -> TreeBlockMask:
-        """Return the block mask, and its batch, on a device."""
-        return TreeBlockMask.of_batch(super().to(device), self.batch.to(device))
+    return depth[..., :-1]
 
 
 def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:

@@ -498,8 +498,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "integrations/huggingface/attention.py",
-        "left=sliding_window - 1, right=sliding_window - 1",
-        "left=sliding_window, right=sliding_window",
+        "side = window - 1 if side is None",
+        "side = window if side is None",
         ("tests/test_huggingface.py::test_windows_of_layers_that_look_both_ways",),
     ),
     Fault(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, trees
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as hf_attention
 from flexmasks.integrations.huggingface.attention import attend
@@ -26,6 +28,7 @@ from flexmasks.integrations.huggingface.late import LateMask, make_mask
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 masking_utils = pytest.importorskip("transformers.masking_utils")
+huggingface_families = pytest.importorskip("huggingface_families")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own code
 
 BATCH, LENGTH, WORDS = 2, 50, 99
@@ -345,9 +348,15 @@ def test_windows_by_the_absolute_distance(limit: int, is_included: bool) -> None
 
 
 def test_windows_of_layers_that_look_both_ways() -> None:
-    assert repr(hf_attention._of_one_document(nn.Identity(), False, 5, 10)) == "local(left=4, right=4)"
-    assert repr(hf_attention._of_one_document(nn.Identity(), True, 5, 10)) == "sliding_window(window=4)"
-    assert repr(hf_attention._of_one_document(nn.Identity(), False, 5, 1)) == "full()"
+    """The config's number is one side of such a window; some models pass one more to attention functions."""
+    tensors, one = _qkv(), _qkv(1)
+    config = transformers.ModernBertConfig(local_attention=8, num_hidden_layers=2)
+    distance = (torch.arange(20)[:, None] - torch.arange(20)).abs()
+    for layer, window in ((Layer(is_causal=False), 5), (Layer(is_causal=False, config=config, layer_idx=1), 5)):
+        check_call(tensors, None, _plainly(*tensors, distance < 5), layer, sliding_window=window)
+    layer = Layer(is_causal=False, config=config, layer_idx=1)  # as Muse Glimmer's assistant
+    check_call(tensors, None, _plainly(*tensors, distance < 5), layer, sliding_window=4)
+    check_call(one, None, _plainly(*one), Layer(is_causal=False), sliding_window=5)
 
 
 def test_documents_start_where_positions_do_not_go_on_by_one() -> None:
@@ -922,6 +931,27 @@ def test_documents_that_see_each_other_are_told_of(
     assert all(f"{name}Attention: " in t and "cu_seq_lens_q" in t for t in told)
 
 
+@pytest.mark.parametrize("kind", ["mask", "plan", "block mask", "booleans"])
+def test_documents_of_a_mask_of_users_are_not_told_of(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They do not see each other: a change of the first one leaves the second one as it is."""
+    monkeypatch.setattr(hf_attention, "_LOOKS", itertools.count())
+    hf_attention._warn_of_documents.cache_clear()
+    ids = (torch.arange(LENGTH) >= 20).int()
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    given = {
+        "mask": lambda: mask, "plan": lambda: flexmasks.plan(mask, LENGTH, batch=BATCH),
+        "block mask": lambda: flexmasks.block_mask(mask, LENGTH, batch=BATCH),
+        "booleans": lambda: flexmasks.dense_mask(mask, LENGTH, batch=BATCH),
+    }[kind]()  # fmt: skip
+    other = torch.cat([IDS[:, :20].flip(1), IDS[:, 20:]], 1)
+    inputs = {"attention_mask": given, "position_ids": PACKED, "use_cache": False}
+    rows = [models("Llama")[0](input_ids=x, **inputs).logits[:, 20:] for x in (IDS, other)]
+    assert torch.allclose(*rows, atol=TOLERANCE)
+    assert not [r for r in caplog.records if r.name == "flexmasks"]
+
+
 def _remapped_row(function: Any) -> LateMask:
     documents = (torch.arange(20) >= 7).long()[None]
     packed = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
@@ -936,6 +966,120 @@ def test_images_of_different_sizes_by_cu_seq_lens() -> None:
 
 
 POSITION_IDS = torch.cat([torch.arange(7), torch.arange(13)])
+
+
+SEQUENCES = [
+    [5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 14, 15, 16], [5, 6, 17, 18, 19, 20, 21], [22, 23, 24, 25, 26, 27],
+]  # fmt: skip
+WAYS = {"block mask": trees.TreeBatch.block_mask, "mask": lambda batch: batch.mask, "plan": trees.TreeBatch.plan}
+
+
+def _gradients(model: nn.Module, outputs: list[Tensor]) -> Any:
+    weights = [torch.arange(x.numel()).view(x.shape).cos() for x in outputs]
+    loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)
+
+
+def _greatest(got: list[Tensor], want: list[Tensor]) -> float:
+    unit = max(1.0, *(float(y.abs().max()) for y in want if y.numel()))
+    return max(float((x - y).abs().max()) for x, y in zip(got, want, strict=True) if x.numel()) / unit
+
+
+def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, float | str]:
+    """Return the errors of a tiny model by "flexmasks" against "eager", which computes sequences one by one.
+
+    The sequences are computed one by one, also by layers that get no mask, and as trees, by each way to say so.
+    Messages of flexmasks stand in place of errors, and {} for a model that does not call it.
+    """
+    own, eager = huggingface_families.tiny(name, **changes)
+    calls = []
+
+    def recorded(*given: Any, **arguments: Any) -> Any:
+        calls.append(given)
+        return attend(*given, **arguments)
+
+    def without_mask(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **given: Any) -> Any:
+        return attend(module, q, k, v, None, **given)
+
+    def alone(model: nn.Module) -> list[Tensor]:
+        places = {"position_ids"} & set(inspect.signature(model.forward).parameters)
+        arguments = [{n: torch.arange(len(s))[None] for n in places} for s in SEQUENCES]
+        return [
+            model(input_ids=torch.tensor([s]), use_cache=False, **a).logits[0]
+            for s, a in zip(SEQUENCES, arguments, strict=True)
+        ]
+
+    want = alone(eager)
+    wanted = _gradients(eager, want)
+
+    def error_of(run: Callable[[], list[Tensor]]) -> float | str:
+        try:
+            got = run()
+        except ValueError as error:
+            if str(error).startswith("flexmasks.integrations.huggingface: "):
+                return str(error)
+            raise
+        return max(_greatest(got, want), _greatest(_gradients(own, got), wanted))
+
+    functions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(functions, "flexmasks", recorded)
+    errors = {"alone": error_of(lambda: alone(own))}
+    if not calls or isinstance(errors["alone"], str):
+        return errors if calls else {}
+    monkeypatch.setitem(functions, "flexmasks", without_mask)
+    errors["no mask"] = error_of(lambda: alone(own))
+    monkeypatch.setitem(functions, "flexmasks", attend)
+    batch = trees.pack(SEQUENCES)
+    for way, mask_of in WAYS.items():
+        given = {"attention_mask": mask_of(batch), "position_ids": batch.position_ids, "use_cache": False}
+        errors[way] = error_of(lambda given=given: batch.gather(own(batch.tokens, **given).logits))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "refused"),
+    [
+        ("Phimoe", {}, None),
+        ("Llama4", {}, None),
+        ("Exaone4", {}, None),
+        ("Gemma3n", {}, None),
+        ("Qwen2Moe", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}, None),
+        ("Moshi", {}, None),
+        ("GPT2", {}, None),
+        ("Lfm2", {}, r"cannot compute trees of sequences: layers that are no attention \(conv\)"),
+        ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "layers that are no attention"),
+        ("Bart", {}, "they count positions along the row"),
+    ],
+)
+def test_families_of_models(family: str, changes: dict[str, Any], refused: str | None, monkeypatch: Any) -> None:
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    errors = check_family(name, monkeypatch, **changes)
+    for way in ("alone", "no mask", *WAYS):
+        if refused and way in WAYS:
+            assert re.search(refused, str(errors[way])), errors
+        else:
+            assert errors[way] < TOLERANCE, errors
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", huggingface_families.families())
+def test_all_causal_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are right, or refused in words, in each way."""
+    if name == "BigBirdPegasusForCausalLM":
+        pytest.skip("its decoder does not say that it is causal, so it cannot do without masks")
+    try:
+        errors = check_family(name, monkeypatch)
+    except Exception as error:  # of transformers, or of a model that computes with its mask
+        pytest.skip(f"{type(error).__name__}: {error}")
+    assert all(isinstance(e, str) or e < TOLERANCE for e in errors.values()), errors
+
+
+@pytest.mark.campaign
+def test_most_causal_families_are_tried() -> None:
+    names = huggingface_families.families()
+    assert sum(map(huggingface_families.fits, names)) > 0.6 * len(names)
 
 
 def test_layers_that_get_no_mask() -> None:
@@ -963,6 +1107,113 @@ def test_layers_that_get_no_mask() -> None:
     check_call(tensors, None, _plainly(*tensors, _causal()), Layer(config=config, layer_idx=0))
     one = _qkv(1)
     check_call(one, None, _plainly(*one))  # decoding: the query is the last token
+
+
+def _config_of(**given: Any) -> Any:
+    kinds = ["full_attention", "sliding_attention", "chunked_attention"]
+    return transformers.Llama4TextConfig(num_hidden_layers=3, layer_types=kinds, attention_chunk_size=4, **given)
+
+
+# For each way in which models say the window or the chunk of a layer: the layer, the arguments, the window, the chunk.
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any], int | None, int | None]] = {
+    "nothing": ({}, {}, None, None),
+    "argument": ({}, {"sliding_window": 5}, 5, None),
+    "argument None": ({"sliding_window": 5}, {"sliding_window": None}, None, None),
+    "module": ({"sliding_window": 5}, {}, 5, None),
+    "config": ({"config": transformers.PhimoeConfig(sliding_window=5), "layer_idx": 0}, {}, 5, None),
+    "config without": ({"config": transformers.PhimoeConfig(sliding_window=None), "layer_idx": 0}, {}, None, None),
+    "full": ({"config": _config_of(sliding_window=5), "layer_idx": 0}, {}, None, None),
+    "sliding": ({"config": _config_of(sliding_window=5), "layer_idx": 1}, {}, 5, None),
+    "chunked": ({"config": _config_of(sliding_window=5), "layer_idx": 2}, {}, None, 4),
+}
+PARENTS = torch.tensor([-1, *range(8), 3, *range(9, 15), 2, 16, 17, -1])  # branches at 3 and at 2, and another tree
+
+
+def _on_paths(window: int | None, chunk: int | None) -> Tensor:
+    """Return what tokens of the tree see, bool [20, 20]: ancestors one by one, with their distances and depths."""
+    visible, depths = torch.zeros(20, 20, dtype=torch.bool), []
+    for token in range(20):
+        path = [token]
+        while PARENTS[path[-1]] >= 0:
+            path.append(int(PARENTS[path[-1]]))
+        depths.append(len(path) - 1)
+        for distance, ancestor in enumerate(path):
+            near = window is None or distance < window
+            visible[token, ancestor] = near and (chunk is None or depths[ancestor] // chunk == depths[token] // chunk)
+    return visible
+
+
+@pytest.mark.parametrize("given", ["block mask", "mask", "plan", "nothing", "copied block mask"])
+@pytest.mark.parametrize("way", OWN)
+def test_windows_and_chunks_of_layers(way: str, given: str) -> None:
+    """A layer's window and chunk are the same for every mask that it gets, or if it gets none."""
+    attributes, arguments, window, chunk = OWN[way]
+    layer, tensors, mask = Layer(is_causal=True, **attributes), _qkv(), flexmasks.get_mask("tree", parents=PARENTS)
+    if given == "nothing":
+        chunks = torch.arange(20) // (chunk or 20)
+        visible = _causal(window=window or 99) & (chunks[:, None] == chunks)
+        check_call(tensors, None, _plainly(*tensors, visible), layer, **arguments)
+        return
+    want = _plainly(*tensors, _on_paths(window, chunk))
+    if given.endswith("block mask"):
+        blocks: Any = flexmasks.block_mask(mask, 20)
+        check_call(tensors, copy.deepcopy(blocks) if given.startswith("copied") else blocks, want, layer, **arguments)
+        return
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    elif chunk is not None:
+        function = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(2, dtype=torch.int64))
+    held = mask if given == "mask" else flexmasks.plan(mask, 20, batch=2, heads=4)
+    made = make_mask(2, 20, None, mask_function=function, attention_mask=held)
+    check_call(tensors, made, want, layer, **arguments)
+
+
+@pytest.mark.parametrize("way", ["nothing", "sliding", "chunked"])
+def test_scores_of_plans_of_users(way: str) -> None:
+    attributes, arguments, window, chunk = OWN[way]
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    elif chunk is not None:
+        function = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(2, dtype=torch.int64))
+    tensors, bias = _qkv(), torch.randn(20, 20)
+    plan = flexmasks.plan("tree", 20, batch=2, heads=4, parents=PARENTS, score="dense_bias", bias=bias[None, None])
+    made = make_mask(2, 20, None, mask_function=function, attention_mask=plan)
+    want = _plainly(*tensors, _on_paths(window, chunk), bias=bias)
+    check_call(tensors, made, want, Layer(is_causal=True, **attributes), **arguments)
+
+
+def test_chunks_of_masks_of_users_start_with_documents() -> None:
+    """They do so in the masks that transformers makes of rows with these positions, too."""
+    tensors = _qkv()
+    ids = (torch.arange(20) >= 7).long().expand(2, -1)
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    function = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
+    chunks, layer = POSITION_IDS // 4, Layer(is_causal=True, **OWN["chunked"][0])
+    want = _plainly(*tensors, SAME & _causal() & (chunks[:, None] == chunks))
+    made = make_mask(2, 20, None, mask_function=function, attention_mask=mask)
+    check_call(tensors, made, want, layer, position_ids=POSITION_IDS[None])
+    chunks = torch.arange(20) // 4
+    want = _plainly(*tensors, SAME & _causal() & (chunks[:, None] == chunks))
+    check_call(tensors, made, want, layer)
+
+
+def test_masks_of_layers_that_do_not_say_so_are_not_replaced() -> None:
+    tree, tensors = flexmasks.get_mask("tree", parents=PARENTS), _qkv()
+    overlay = masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(2, 20, dtype=torch.int64))
+    )
+    with pytest.raises(ValueError, match=r"has the mask .* of its own, which a mask as `attention_mask` replaces"):
+        attend(Layer(), *tensors, make_mask(2, 20, None, mask_function=overlay, attention_mask=tree))
+    window = masking_utils.sliding_window_causal_mask_function(6)
+    with pytest.raises(ValueError, match=r"Layer has a window of None .* the mask sliding_window\(window=5\) for it"):
+        attend(Layer(), *tensors, make_mask(2, 20, None, mask_function=window, attention_mask=tree))
+
+
+def test_queries_without_a_mask_whose_places_are_unknown() -> None:
+    with pytest.raises(ValueError, match="got no mask, and has 5 queries and 20 keys"):
+        attend(Layer(), *_qkv(5), None)
 
 
 def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

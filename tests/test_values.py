@@ -576,6 +576,15 @@ def test_a_value_learns_if_one_inside_it_does() -> None:
         assert flexmasks.packed(score, [0, 4, 12]).learns() == learns
 
 
+def test_masks_are_no_tensors_to_torch() -> None:
+    q, mask = torch.randn(1, 1, 4, 8), flexmasks.get_mask("causal")
+    for value, kind in ((mask, "Mask"), (flexmasks.plan(mask, 4), "Plan")):
+        with pytest.raises(TypeError, match=rf"takes tensors, got a {kind}; flexmasks.dense_mask makes one"):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, value)
+    assert repr(torch.ones(4, 4, dtype=torch.bool) & mask) == "dense(visible=bool[4, 4]) & causal()"
+    assert (q == mask) is False
+
+
 # --- numbers of NumPy ---
 
 _QKV = torch.randn(3, 1, 2, 16, 16)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from flexmasks.plans.shifted import Offset
 from flexmasks.plans.sizes import sized
 from flexmasks.spec.parameters import Size, describe, in_message, listed
 from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import AsAttentionMask, Mask, Modifier, Score
 
 _HOST = torch.device("cpu")
 _COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
@@ -84,15 +84,13 @@ class Sizes:
 
 
 @dataclass(eq=False)
-class HeldPlan:
+class HeldPlan(AsAttentionMask):
     """Base of `flexmasks.Plan`, as calls know it.
 
     The tensors of its mask and score change are its own, unless they learn, or a function reads something that cannot
     be copied. Then nothing is kept, and each call plans as if it were given the mask.
     """
 
-    ndim: ClassVar[int] = Mask.ndim
-    shape: ClassVar[Any] = Mask.shape
     mask: Mask
     score: Score | None
     sizes: Sizes

@@ -75,6 +75,7 @@ class PortableBlockMask(BlockMask):
     """
 
     source: OfMask | OfData
+    ndim = 4  # transformers asks for it
 
     @classmethod
     def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> Self:

@@ -402,7 +402,25 @@ def _device_of(value: Modifier, q: Tensor) -> torch.device:
         ) from None
 
 
-class Mask(Modifier):
+class AsAttentionMask:
+    """What transformers asks of what a model gets as `attention_mask`, for Mask and Plan."""
+
+    ndim, shape = 4, (None, None, None, None)  # of any numbers of batch elements, heads, queries and keys
+
+    # Chunks start behind the padding on the left, which is where the running sum of a mask is 0: here nowhere.
+
+    def cumsum(self, dim: int) -> Tensor:
+        return torch.ones(1, 1)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.zeros_like:
+            return torch.zeros(1, 1)
+        name, kind = getattr(function, "__name__", str(function)), cls.__name__
+        raise TypeError(f"flexmasks: torch's {name} takes tensors, got a {kind}; flexmasks.dense_mask makes one of it.")
+
+
+class Mask(AsAttentionMask, Modifier):
     """The keys that each query sees, as a value.
 
     `get_mask` makes a Mask, and so do `&`, `|` and `~` of masks and functions.
@@ -423,8 +441,6 @@ class Mask(Modifier):
 
     kind = "mask"
     how_to_combine = "masks are combined by `&`, `|` and `~`"
-    # Of batch elements, heads, queries and keys, of any numbers: transformers asks what it gets as `attention_mask`.
-    ndim, shape = 4, (None, None, None, None)
     count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

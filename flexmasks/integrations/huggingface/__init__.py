@@ -27,7 +27,10 @@ def register(name: str = "flexmasks") -> str:
 
     A mask or a plan as a model's `attention_mask` stands for the model's own in all layers, without a key-value cache:
     `model(batch.tokens, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False)` of a batch of
-    `flexmasks.trees`. In layers with windows queries see these keys of it alone, in trees along their paths.
+    `flexmasks.trees`. In layers with windows or chunks queries see these keys of it alone, in trees along their paths,
+    also by a block mask of trees. Any other block mask, and a tensor of four dimensions, holds as it is in all layers.
+    Models with layers that are no attention (Lfm2, Jamba, Qwen3-Next), or that take no `position_ids` (BART), compute
+    no trees and raise an error.
 
     transformers' mask functions become masks of this library. Another function goes as it is; inside torch.compile its
     values at all pairs of queries and keys become one tensor.
@@ -40,8 +43,8 @@ def register(name: str = "flexmasks") -> str:
     `model.set_attn_implementation("flexmasks")`, except T5 of transformers 5.17, which keeps its attention.
 
     transformers accepts the name for every model. Models that take no attention function raise an error (Bloom, Falcon,
-    MPT), or keep their own attention without a message (DeBERTa, XLNet). Models that choose keys for each query
-    (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
+    MPT), or keep their own attention, or have none, without a message (DeBERTa, XLNet, Mamba). Models that choose keys
+    for each query (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
 
     A few models, such as GPT-OSS, make their masks without `position_ids`, so that these alone leave the documents of a
     packed row together, with "eager" too. The same holds for all models if they get an `attention_mask`, too. A

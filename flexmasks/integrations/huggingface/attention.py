@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
+import operator
+import sys
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks import compat, trees
 from flexmasks.attention import attention, dense_mask
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep
+from flexmasks.integrations.huggingface.late import GivenMask, LateMask, ShardedMask, check_type, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.masks.packed import packed
+from flexmasks.plans.portable import OfMask, PortableBlockMask
 from flexmasks.spec import Mask, get_mask, get_score
-from flexmasks.trees import TreeBlockMask
 
 _DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
 
 _CAUSAL = ("causal", "sliding_window")
+_FAR = 1 << 30  # above every distance
 _log = logging.getLogger("flexmasks")
 _LOOKS = itertools.islice(itertools.count(), 100)  # at positions, to warn: each waits for the device
 
@@ -55,7 +60,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -71,12 +76,13 @@ def attend(
         query, key, value: [B or 1, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv].
         attention_mask: what `make_mask` returned; a torch BlockMask; a tensor [B or 1, H or 1, Q or 1, KV or 1], bool
             (True = visible) or float (added to the scores; the lowest number of the dtype, and -inf, hide); or None.
-            Without a mask it follows from `is_causal`, `sliding_window` and `position_ids`, as with sequence
-            parallelism, where models get no mask.
+            Without a mask it follows from `is_causal`, the layer's window or chunk, and `position_ids`, as with
+            sequence parallelism, where models get no mask.
         scaling, softcap, s_aux: `scale`, the cap of the score change "softcap", and `sink_logits` of
             `flexmasks.attention`.
         is_causal: by default the attribute of the module, else True.
-        sliding_window: the number of visible keys of a window, without a mask.
+        sliding_window: the number of visible keys of the layer's window, or None for no window. By default that of the
+            module or of its config.
         position_bias: [B or 1, H or 1, Q, KV], added to the scores. It gets a gradient.
         cu_seq_lens_q, cu_seq_lens_k: int[N + 1], the starts of the sequences of a packed row and the end of the last.
         position_ids: [B or 1, Q], the position of each token in its document.
@@ -115,6 +121,8 @@ def attend(
         if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
             mask, q_offset = _as_rows(mask, query, key, cast(int | Tensor, q_offset)), 0
         arguments = {"mask": mask, "q_offset": q_offset}
+    if isinstance(attention_mask, GivenMask) and mask is not attention_mask.plan:
+        scores = [x for x in (attention_mask.plan.score, *scores) if x is not None]
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
     for watch in _WATCHING:
         watch(module, query, key, arguments)
@@ -123,14 +131,17 @@ def attend(
 
 
 class _Layer(NamedTuple):
-    """What the mask of a layer follows from, see `attend`."""
+    """What the mask of a layer follows from, see `attend`.
+
+    Its window and its chunk are the same for every mask that it may get.
+    """
 
     module: torch.nn.Module
     query: Tensor
     key: Tensor
     mask: Any
     is_causal: bool | None
-    sliding_window: int | None
+    sliding_window: int | EllipsisType | None
     position_bias: Tensor | None
     cu_seq_lens: Tensor | None
     position_ids: Tensor | None
@@ -138,6 +149,40 @@ class _Layer(NamedTuple):
     @property
     def name(self) -> str:
         return type(self.module).__name__
+
+    @property
+    def config(self) -> Any:
+        return getattr(self.module, "config", None)
+
+    @property
+    def kind(self) -> str | None:
+        """What the config calls layers of this kind, such as "sliding_attention", or None if it has no kinds."""
+        kinds, index = getattr(self.config, "layer_types", None), getattr(self.module, "layer_idx", None)
+        return None if kinds is None else "" if index is None else kinds[index]
+
+    @property
+    def window(self) -> int | None:
+        """The number of keys that a query sees, or None for all. Models pass None for layers that have no window."""
+        if not isinstance(self.sliding_window, EllipsisType):
+            return self.sliding_window
+        if not _makes_windows(type(self.module).__module__):
+            return None
+        own = self.config if self.kind in (None, "sliding_attention") else None
+        return cast(int | None, getattr(self.module, "sliding_window", getattr(own, "sliding_window", None)))
+
+    @property
+    def chunk(self) -> int | None:
+        """The number of tokens of the chunks inside which queries see keys, or None."""
+        is_chunked = self.kind == "chunked_attention"
+        return cast(int | None, getattr(self.config, "attention_chunk_size", None)) if is_chunked else None
+
+
+@functools.cache  # torch.compile looks through it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _makes_windows(file: str) -> bool:
+    """Whether the models of a file make masks with windows. Moshi's layers have the number of one, without its use."""
+    names = vars(sys.modules.get(file, object))
+    return "create_causal_mask" not in names or any("sliding_window" in n for n in names)
 
 
 # Arguments of models for attention functions that change the result, and are not supported.
@@ -150,6 +195,8 @@ _UNKNOWN_ARGUMENTS = {
 
 def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
+    config = getattr(module, "config", None)
+    check_type(getattr(config, "model_type", None))  # a model that got a mask of four dimensions has not been asked yet
     if dropout:
         fail(
             f"attention weights are never dropped, got dropout={dropout} in {type(module).__name__}. Set the attention "
@@ -158,7 +205,7 @@ def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> N
         )
     wants_weights = others.get("output_attentions")
     if wants_weights is None:
-        wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
+        wants_weights = getattr(config, "output_attentions", False)
     if wants_weights:
         fail('fused attention has no attention weights to return; use attn_implementation="eager".')
     for name, what in _UNKNOWN_ARGUMENTS.items():
@@ -184,18 +231,24 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
                 f"and {key.shape[2]}. Where sequences are spread over several processes, hand on None as the mask, and "
                 "the position_ids of whole sequences."
             )
-        if layer.cu_seq_lens is not None:
-            return Parts(mask.parts.others, []).mask(), mask.q_offset, None
-        if _leaves_documents_together(layer, mask):
+        own = mask.mask
+        if isinstance(mask, GivenMask):
+            _check_replaced(layer, mask)
+            own = _of_layer(layer, own)
+        elif layer.cu_seq_lens is not None:
+            own = Parts(mask.parts.others, []).mask()
+        elif _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
-        if key.shape[2] == kv_length and layer.position_bias is None and not compat.is_compiling():
+        is_as_planned = own is mask.mask and layer.cu_seq_lens is None and layer.position_bias is None
+        if is_as_planned and key.shape[2] == kv_length and not compat.is_compiling():
             return mask.plan, None, None
-        return mask.mask, mask.q_offset, None
-    if isinstance(mask, TreeBlockMask) and key.shape[2] == mask.batch.tokens.shape[1]:
-        window = layer.sliding_window
-        return mask.batch.plan(window=None if window is None else window - 1), None, None
+        return own, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
-        return mask, 0, None
+        source = mask.source if isinstance(mask, PortableBlockMask) else None
+        if not isinstance(source, OfMask) or not trees.parents_in(source.mask):
+            return mask, 0, None
+        own = _of_layer(layer, source.mask)
+        return (mask if own is source.mask else own), source.q_offset, None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
         what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
@@ -209,6 +262,65 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         return get_mask("dense", visible=_with_rows(mask, query)), 0, None
     mask = _with_rows(mask, query)
     return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
+
+
+def _of_layer(layer: _Layer, mask: Mask) -> Mask:
+    """A user's mask with the window or the chunks of a layer, in trees along their paths."""
+    parents = [torch.as_tensor(p, device=layer.query.device) for p in trees.parents_in(mask)]
+    if parents:
+        kinds = tuple(getattr(layer.config, "layer_types", None) or ())
+        obstacle = _obstacle_to_trees(type(layer.module).__module__, kinds)
+        if obstacle:
+            fail(f"models of {layer.name} cannot compute trees of sequences: {obstacle}. Call it with whole sequences.")
+    depths = [_derived(trees.depths, p) for p in parents]
+    window, chunk = layer.window, layer.chunk
+    if window is not None:
+        near = get_mask("band", lower=1 - window, upper=_FAR)
+        mask = trees.windowed(mask, window - 1, depths) if depths else mask & near
+    if chunk is None:
+        return mask
+    if depths:
+        chunks = [get_mask("document", document_ids=_derived(operator.floordiv, d, chunk)) for d in depths]
+        return functools.reduce(operator.and_, chunks, mask)
+    positions = layer.position_ids if _is_of_tokens(layer.position_ids, layer.query.shape[2]) else None
+    documents = None if positions is None else _several_documents(positions)
+    return _of_documents([mask], chunk, documents, positions, layer.query.shape[0])
+
+
+_NOT_ATTENTION = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"}  # kinds of layers
+
+
+@functools.cache  # torch.compile looks through it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _obstacle_to_trees(file: str, kinds: tuple[str, ...]) -> str:
+    """Why models of a file with these kinds of layers mix the sequences of a tree, or ""."""
+    from transformers import PreTrainedModel
+
+    classes = [x for x in vars(sys.modules.get(file, object)).values() if isinstance(x, type) and x.__module__ == file]
+    models = [x for x in classes if issubclass(x, PreTrainedModel)]
+    others = sorted(_NOT_ATTENTION.intersection(kinds))
+    if others or (not kinds and any(x._is_stateful for x in models)):
+        names = f" ({', '.join(others)})" if others else ""
+        return f"layers that are no attention{names} pass on all earlier tokens of a row, also those of other branches"
+    if models and not any("position_ids" in inspect.signature(x.forward).parameters for x in models):
+        return "they count positions along the row, and take no `position_ids`"
+    return ""
+
+
+def _check_replaced(layer: _Layer, mask: GivenMask) -> None:
+    """Check that a user's mask replaces nothing of the model's own mask that it does not say."""
+    window, chunk = None, None
+    for own in mask.replaced:
+        if own.name not in ("causal", "full", "sliding_window", "chunked"):
+            fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
+        window = own.params["window"] + 1 if own.name == "sliding_window" else window
+        chunk = own.params["chunk"] if own.name == "chunked" else chunk
+    if (window, chunk) != (layer.window, layer.chunk):
+        fail(
+            f"{layer.name} has a window of {layer.window} and chunks of {layer.chunk} tokens, but the model makes the "
+            f"mask {Parts(mask.replaced, []).mask()!r} for it, so it is unknown which of both a mask as "
+            "`attention_mask` is to keep; pass booleans [batch, 1, queries, keys]."
+        )
 
 
 def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
@@ -286,29 +398,33 @@ def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> 
 
 def _without_mask(layer: _Layer) -> Mask:
     q_length, position_ids = layer.query.shape[2], layer.position_ids
-    one = _of_one_document(layer.module, layer.is_causal, layer.sliding_window, q_length)
+    one = _of_one_document(layer, q_length)
     if one.name not in _CAUSAL:
         return one
+    if q_length != layer.key.shape[2]:
+        fail(
+            f"{layer.name} got no mask, and has {q_length} queries and {layer.key.shape[2]} keys, so it is unknown "
+            "where its queries start."
+        )
     documents = None
-    may_be_packed = layer.cu_seq_lens is None and q_length == layer.key.shape[2]
-    if may_be_packed and _is_of_tokens(position_ids, q_length):
+    if layer.cu_seq_lens is None and _is_of_tokens(position_ids, q_length):
         documents = _several_documents(position_ids)
-    return _of_documents([one], _chunk_of(layer.module), documents, position_ids, layer.query.shape[0])
+    return _of_documents([one], layer.chunk, documents, position_ids, layer.query.shape[0])
 
 
-def _of_one_document(
-    module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None, q_length: int
-) -> Mask:
+def _of_one_document(layer: _Layer, q_length: int) -> Mask:
     """The mask of a layer inside a document, without chunks."""
+    is_causal, window = layer.is_causal, layer.window
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if not is_causal or q_length == 1:
-        if sliding_window is None or q_length == 1:
-            return get_mask("full")
-        return get_mask("local", left=sliding_window - 1, right=sliding_window - 1)
-    if sliding_window is None:
-        sliding_window = getattr(module, "sliding_window", None)
-    return get_mask("causal") if sliding_window is None else get_mask("sliding_window", window=sliding_window - 1)
+        is_causal = getattr(layer.module, "is_causal", True)
+    if is_causal and q_length != 1:
+        return get_mask("causal") if window is None else get_mask("sliding_window", window=window - 1)
+    if window is None or q_length == 1:
+        return get_mask("full")
+    # Windows that look both ways include the number of the config; some models pass one more to attention functions.
+    side = getattr(layer.config, "sliding_window", None)
+    side = window - 1 if side is None else side
+    return get_mask("local", left=side, right=side)
 
 
 def _is_of_tokens(position_ids: Tensor | None, length: int) -> TypeGuard[Tensor]:
@@ -350,15 +466,6 @@ def _has_several(documents: Tensor) -> Tensor:
     return documents[:, -1].any().cpu()
 
 
-def _chunk_of(module: torch.nn.Module) -> int | None:
-    config = getattr(module, "config", None)
-    layer_types = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
-        return None
-    return getattr(config, "attention_chunk_size", None)
-
-
 # --- sequences of several processes ---
 
 
@@ -382,8 +489,8 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
                 "for other masks call `flexmasks.integrations.distributed.attention` in the layer."
             )
     else:
-        chunk = _chunk_of(layer.module)
-        others = [_of_one_document(layer.module, layer.is_causal, layer.sliding_window, q_length=0)]
+        chunk = layer.chunk
+        others = [_of_one_document(layer, q_length=0)]
         packing = position_ids if others[0].name in _CAUSAL and _is_of_tokens(position_ids, length) else None
     known = packing if packing is not None else position_ids if _is_of_tokens(position_ids, length) else None
     if padding is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat, trees
+from flexmasks import compat
 from flexmasks.attention import dense_mask
 from flexmasks.blocks.elements import over_indices
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
@@ -145,6 +145,29 @@ class ShardedMask(LateMask):
         fail_sharded("the model computes with its mask, which no process has whole.")
 
 
+class GivenMask(LateMask):
+    """A user's mask or plan, which stands for the model's own mask in all layers, but for their windows and chunks.
+
+    replaced: what the model's own mask is made of.
+    """
+
+    def __init__(
+        self, given: Mask | HeldPlan, replaced: list[Mask], shape: tuple[int, int, int, int], device: torch.device
+    ) -> None:
+        super().__init__(Parts([given if isinstance(given, Mask) else given.mask], []), 0, shape, device)
+        self.given = given
+        self.replaced = replaced
+        if isinstance(given, HeldPlan):
+            self.plan = cast(Plan, given)
+
+    def to(self, device: torch.device | str, *given: Any, **options: Any) -> GivenMask:
+        moved, mask = super().to(device, *given, **options), cast(Mask | Plan, self.given).to(device)
+        return GivenMask(mask, [m.to(device) for m in self.replaced], self.shape, moved.device)
+
+    def to_dense(self) -> NoReturn:
+        _fail_for("its values")
+
+
 # Models that compute with their mask as a tensor, which masks of one query are, and some that leave out a BlockMask
 # without a message.
 _REFUSED = (
@@ -154,6 +177,11 @@ _REFUSED = (
 # Models that need the mask as numbers to add to scores. Two append those of further keys or add a bias, and call an
 # attention function; the other one is a part of models that do.
 _ADDED = ("deepseek_v4", "beit", "gemma4_audio")
+
+
+def check_type(model_type: str | None) -> None:
+    if model_type in _REFUSED:
+        fail(f'models of type {model_type!r} compute with their masks; use attn_implementation="eager".')
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -184,15 +212,14 @@ def make_mask(
             0-dimensional tensor.
         mask_function: a function (b, h, q, kv) -> bool of positions.
         attention_mask: bool [batch, tokens so far], False for padding; a mask or plan, which stands for the model's own
-            mask in all layers, but for their windows; or None.
+            mask in all layers, but for their windows and chunks; or None.
         allow_is_causal_skip: False for steps of decoding with a static cache, and for masks that are not only causal.
         use_vmap: whether `mask_function` takes only single indices.
         device: the device of the model's tensors.
         others: arguments for other attention functions.
     """
     model_type = getattr(others.get("config"), "model_type", None)
-    if model_type in _REFUSED:
-        fail(f'models of type {model_type!r} compute with their masks; use attn_implementation="eager".')
+    check_type(model_type)
     device = torch.device(device)
     step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
     if isinstance(attention_mask, Mask | HeldPlan):
@@ -229,10 +256,8 @@ def make_mask(
     return LateMask(parts, first_query, step.shape, device)
 
 
-def _given(given: Mask | HeldPlan, step: _Step) -> LateMask:
-    """A user's mask or plan as the plan of a step. In layers with windows queries see these keys of it alone, in trees
-    along their paths.
-    """
+def _given(given: Mask | HeldPlan, step: _Step) -> GivenMask:
+    """A user's mask or plan as the mask of a step."""
     batch, heads, length, kv_length = step.shape
     kv_length = length if kv_length is None else kv_length  # a mask has no shape to tell transformers of keys
     if isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset or kv_length != length:
@@ -241,17 +266,9 @@ def _given(given: Mask | HeldPlan, step: _Step) -> LateMask:
             f"{length} queries and {kv_length} keys; pass `use_cache=False`."
         )
     step = step._replace(shape=(batch, heads, length, length))
-    mask = given if isinstance(given, Mask) else given.mask
     parts = step.parts(length)
-    for own in [get_mask(step.function)] if parts is None else [*parts.others, *parts.packing]:
-        if own.name not in ("causal", "full", "sliding_window"):
-            fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
-        if own.name == "sliding_window":
-            mask = trees.windowed(mask, cast(int, own.params["window"]))
-    made = LateMask(Parts([mask], []), 0, step.shape, step.device)
-    if isinstance(given, HeldPlan) and mask is given.mask and not compat.is_compiling():
-        made.plan = cast(Plan, given)
-    return made
+    replaced = [get_mask(step.function)] if parts is None else [*parts.others, *parts.packing]
+    return GivenMask(given, replaced, step.shape, step.device)
 
 
 class _Step(NamedTuple):
