@@ -157,7 +157,7 @@ def test_replays_are_padded(score: str | None, monkeypatch: pytest.MonkeyPatch) 
     """Calls with new documents, which use earlier plans, are padded too, here on a CPU and without C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(flex, "_lengths", lambda call, chosen: "padded")
-    monkeypatch.setattr(flex_kernels, "_with_infinity_for_nan", lambda score_mod: score_mod)  # as on a GPU
+    monkeypatch.setattr(flex_kernels, "_as_stored", lambda score_mod: score_mod)  # as on a GPU
     lengths_of_kernels: list[tuple[int, int]] = []
 
     def noted(*arguments: Any) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
+from flexmasks import flex
 from flexmasks.backends import tiles
 from flexmasks.planned import plan_call
 from flexmasks.plans import plan, score_plan
@@ -188,6 +190,83 @@ _ON_GPU = [
     for turn, dtype in enumerate(TOLERANCE)
     for n, case in enumerate(spread(SCORE_CASES, 3))
 ]
+
+
+# Scores whose results depend on fewer indices than there are scores: w is float [S], and heads float [H].
+_NARROW: dict[str, Callable[..., Callable[..., Tensor]]] = {
+    "keys": lambda w, heads: lambda s, b, h, q, kv: w[kv],
+    "queries": lambda w, heads: lambda s, b, h, q, kv: w[q],
+    "heads": lambda w, heads: lambda s, b, h, q, kv: heads[h],
+    "positions": lambda w, heads: lambda s, b, h, q, kv: kv * 0.05,
+    "zero": lambda w, heads: lambda s, b, h, q, kv: s * 0,
+    "constant": lambda w, heads: lambda s, b, h, q, kv: torch.full((), 1.5),
+    "hidden keys": lambda w, heads: lambda s, b, h, q, kv: torch.where(w[kv] > 0, 0.0, -math.inf),
+    "NaN": lambda w, heads: lambda s, b, h, q, kv: torch.where(s.isnan(), 0.0, w[kv]),
+}
+_NARROW_MASKS: dict[str, Callable[..., Tensor]] = {
+    "all": lambda b, h, q, kv: torch.ones_like(q, dtype=torch.bool),
+    "first keys": lambda b, h, q, kv: kv < 5,
+    "last queries": lambda b, h, q, kv: q > 3,
+    "one sequence": lambda b, h, q, kv: b == 0,
+    "causal": lambda b, h, q, kv: q >= kv,
+}
+
+
+def _narrow_calls() -> list[Any]:
+    """Return ways to call, scores and dtypes; each is compiled to C++, which takes seconds."""
+    ways = ["attention", "drop-in", "plan", "varlen", "inside torch.compile", "inside torch.compile, readable"]
+    cases = [
+        (way, name, list(_NARROW_MASKS)[n % 5], list(TOLERANCE)[n % 3])
+        for n, (name, way) in enumerate(itertools.product(_NARROW, ways))
+    ]
+    return [("attention", "keys", "first keys", torch.float32), *one_in(24, cases)]
+
+
+def _check_narrow(way: str, name: str, mask_name: str, dtype: torch.dtype, device: str, backend: str = "auto") -> None:
+    length, heads = 100, 2
+    q, k, v = torch.randn(3, 2, heads, length, 32).to(device, dtype)
+    w, of_heads = torch.randn(length, device=device), torch.randn(heads, device=device)
+    score, mask = _NARROW[name](w, of_heads), _NARROW_MASKS[mask_name]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask=mask, score=score, backend=backend)
+
+    if way == "plan":
+        plan = flexmasks.plan(mask, length, batch=2, heads=heads, score=score, device=device)
+        out = flexmasks.attention(q, k, v, mask=plan)
+    elif way == "varlen":
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        out = flexmasks.varlen_attention(*rows, [0, length, 2 * length], mask=mask, score=score)
+        out = out.unflatten(0, (2, length)).transpose(1, 2)
+    elif way == "drop-in":
+        block_mask = flex.create_block_mask(mask, 2, heads, length, length, device)
+        out = flex.flex_attention(q, k, v, score, block_mask)
+    elif way == "attention":
+        out = call(q, k, v)
+    else:
+        if way.endswith("readable"):
+            score = flexmasks.get_score(score)
+        torch._dynamo.reset()
+        out = torch.compile(call, fullgraph=True)(q, k, v)
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (2, heads, length, length)), indexing="ij")
+    of_cpu = _NARROW[name](w.cpu(), of_heads.cpu())
+    scores = of_cpu(q.double().cpu() @ k.double().cpu().mT / math.sqrt(32), b, h, i, j).double().expand(b.shape)
+    scores = scores.masked_fill(~mask(b, h, i, j), -math.inf)
+    want = scores.softmax(-1).nan_to_num() @ v.double().cpu()
+    assert error(out, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("way", "name", "mask", "dtype"), _narrow_calls())
+def test_scores_that_depend_on_few_indices(way: str, name: str, mask: str, dtype: torch.dtype) -> None:
+    _check_narrow(way, name, mask, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _NARROW)
+@pytest.mark.parametrize("mask", ["all", "causal"])
+@pytest.mark.parametrize("way", ["attention", "inside torch.compile"])
+def test_scores_that_depend_on_few_indices_gpu(way: str, name: str, mask: str) -> None:
+    _check_narrow(way, name, mask, torch.bfloat16, "cuda")
 
 
 def test_gradients_of_scores_that_are_nan_where_the_mask_hides() -> None:

@@ -226,7 +226,7 @@ def flex_by(
     """Return what `flex` returns, by torch's flex_attention or a function like it."""
     if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
         q, k, v = with_rows_together(q, k, v)
-        score_mod = _with_infinity_for_nan(score_mod)
+        score_mod = _as_stored(score_mod)
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = attend(
@@ -254,15 +254,19 @@ def flex_by(
     return out, None
 
 
-def _with_infinity_for_nan(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return a score change whose NaN are infinite, for torch's kernel on a CPU.
+def _as_stored(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return a score change whose results torch's kernel on a CPU stores and reads right. It takes no measurable time.
 
-    A row that sees one is then NaN, as inf - inf is. The kernel would drop the keys of a block from a row whose scores
-    there have a NaN: the greatest score of such a block counts as -inf. The change takes no measurable time.
+    The kernel stores a result that depends on fewer indices than a tile has, as `bias[kv]`, over the first scores of
+    the tile only. So results are made to depend on the score, by a choice that the compiler does not see through.
+
+    NaN become infinite: a row that sees one is then NaN, as inf - inf is. The kernel would drop the keys of a block
+    from a row whose scores there have a NaN: the greatest score of such a block counts as -inf.
     """
 
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        score = score if score_mod is None else score_mod(score, b, h, q, kv)
+        if score_mod is not None:
+            score = torch.where(q >= 0, score_mod(score, b, h, q, kv), score)
         return torch.where(score != score, math.inf, score)
 
     return changed
