@@ -12,6 +12,7 @@ a score that was not made a Score outside, and those by slices, whose checkpoint
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -41,6 +42,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask, shown_by
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.sinks import with_sinks
@@ -500,7 +502,7 @@ def _by_traced_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse by slices, which torch traces; without a block mask they reach all keys."""
     (encoded, offset, _, sizes), q_offset = of_mask, cast(int | Tensor, request.q_offset)
-    visible, scored = over_indices(mask_mod), None if score_mod is None else over_indices(score_mod, (0,))
+    visible, scored = over_indices(mask_mod), None if score_mod is None else functools.partial(over_visible, score_mod)
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
     if isinstance(encoded, Flat):
@@ -510,8 +512,8 @@ def _by_traced_reference(
 
     if isinstance(encoded_score, Flat):
 
-        def scored(scores: Tensor, *indices: Tensor) -> Tensor:
-            return cast(Tensor, _scored(encoded_score, q_offset, like_q, like_k, scores, *indices))
+        def scored(visible: Tensor | None, scores: Tensor, *indices: Tensor) -> Tensor:
+            return cast(Tensor, _scored(encoded_score, q_offset, like_q, like_k, visible, scores, *indices))
 
     return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(visible, scored))
 
@@ -524,6 +526,14 @@ def _masked(of_mask: Any, q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
 
 
 @in_graph
-def _scored(encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
+def _scored(
+    encoded: Any,
+    q_offset: int | Tensor,
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor | None,
+    scores: Tensor,
+    *indices: Tensor,
+) -> Tensor:
     score_mod = tiles_operator.Described((), encoded, q_offset, (1, 1), None).score_mod(q, k)
-    return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)
+    return over_visible(cast(Callable[..., Tensor], score_mod), visible, scores, *indices)

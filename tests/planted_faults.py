@@ -322,6 +322,18 @@ FAULTS: list[Fault] = [
         "",
         ("tests/test_attention.py::test_the_reference_shows_poison_that_is_seen_to_transforms",),
     ),
+    Fault(
+        "backends/flex_kernels.py",
+        "torch.where(q >= 0, score_mod(score, b, h, q, kv), score)",
+        "score_mod(score, b, h, q, kv)",
+        ("tests/test_scores.py::test_scores_that_depend_on_few_indices",),
+    ),
+    Fault(
+        "blocks/learning.py",
+        "out if self._is_of_pairs(args[0]) else self._gated(out)",
+        "out",
+        ("tests/test_scores.py::test_hidden_pairs_teach_nothing",),
+    ),
     Fault("backends/empty.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
     Fault("backends/plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)", _EXPORTED),
     Fault(
@@ -591,8 +603,8 @@ FAULTS: list[Fault] = [
     Fault("plans/held.py", " or structure.reads_objects", "", ("tests/test_plan_held.py",)),
     Fault(
         "plans/score_plan.py",
-        "Learning(made) if self.is_by_library else made",
-        "Learning(made)",
+        "if self.is_by_library:",
+        "if True:",
         ("tests/test_biases.py::test_numbers_of_learning_scores",),
     ),
     Fault(

@@ -438,7 +438,7 @@ def test_numbers_of_learning_scores(name: str) -> None:
             learned.add_(1)
             _SHARED.fill_(step)
         want = added_of(score, 0, size)
-        got = summand.numbers()
+        got = summand.numbers(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool))
         assert torch.equal(got, want)
         slopes = torch.randn_like(got)
         assert torch.equal(*(torch.autograd.grad(x, learned, slopes)[0] for x in (got, want)))

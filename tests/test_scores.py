@@ -285,6 +285,84 @@ def test_gradients_of_scores_that_are_nan_where_the_mask_hides() -> None:
         assert error(x, y) < TOLERANCE[torch.float32]
 
 
+# Scores of t, float [H], whose values or derivatives are not finite at some pairs that _SHOWN hides.
+_ENDLESS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
+    "log1p": lambda t: lambda s, b, h, q, kv: s - t[h] * torch.log1p((q - kv).float()),
+    "sqrt": lambda t: lambda s, b, h, q, kv: s - (q - kv).float().sqrt() * t[h],
+    "pow": lambda t: lambda s, b, h, q, kv: s - (q - kv).float() ** t[h],
+    "division": lambda t: lambda s, b, h, q, kv: s + t[h] / (q - kv + 1),
+    "softplus": lambda t: lambda s, b, h, q, kv: s + torch.nn.functional.softplus(t[h] / (q - kv + 1).float().sqrt()),
+    "sigmoid": lambda t: lambda s, b, h, q, kv: s * torch.sigmoid(t[h] * torch.log((q - kv + 1).float())),
+    "lookup": lambda t: lambda s, b, h, q, kv: s + torch.index_select(t, 0, h[None])[0] * torch.log1p((q - kv).float()),
+    "one number": lambda t: lambda s, b, h, q, kv: s - t.mean() * torch.log1p((q - kv).float()),
+    "many numbers": lambda t: lambda s, b, h, q, kv: s - (t * torch.log1p((q - kv).float())).sum(),
+    "of scores": lambda t: lambda s, b, h, q, kv: s / t[h],  # which are NaN at hidden keys
+}
+
+
+def _shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (kv < 40) & (q > 2)
+
+
+def _check_endless(way: str, name: str, dtype: torch.dtype, device: str, backend: str) -> None:
+    """Check gradients against the formula over visible pairs, of whose scores alone a row is made.
+
+    Keys that nobody sees hold NaN.
+    """
+    batch, heads, length, size = 2, 2, 48, 16
+    q, k, v = torch.randn(3, batch, heads, length, size).to(device, dtype)
+    t = torch.rand(heads).to(device, dtype) + 0.5
+    clean = [x.cpu().double().clone().requires_grad_() for x in (q, k, v, t)]
+    k = k.clone()
+    if backend == "reference":
+        k[:, :, 40:] = math.nan
+    upstream = torch.randn_like(q)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask=_shown, score=_ENDLESS[name](t), backend=backend)
+
+    given = [x.clone().requires_grad_() for x in (q, k, v, t)]
+    if way == "torch.func":
+        got = torch.func.grad(lambda *x: (call(*x) * upstream).sum(), (0, 1, 2, 3))(q, k, v, t)
+    elif way == "vmap":
+        got = [x[0] for x in torch.func.vmap(torch.func.vjp(call, q, k, v, t)[1])(upstream[None])]
+    elif way == "inside torch.compile":
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+        got = torch.autograd.grad(compiled(*given), given, upstream)
+    else:
+        got = torch.autograd.grad(call(*given), given, upstream, create_graph=way == "create_graph")
+
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (batch, heads, length, length)), indexing="ij")
+    visible = _shown(b, h, i, j)
+    pairs = [x[visible] for x in (b, h, i, j)]
+    of_pairs = torch.vmap(_ENDLESS[name](clean[3]))((clean[0] @ clean[1].mT / size**0.5)[visible], *pairs)
+    scores = torch.full(visible.shape, -math.inf, dtype=torch.float64).masked_scatter(visible, of_pairs.double())
+    weights = scores[:, :, 3:].softmax(-1)
+    want = torch.autograd.grad(weights @ clean[2], clean, upstream[:, :, 3:].double().cpu())
+    for x, y in zip(got, want, strict=True):
+        assert error(x.detach(), y, unit=1.0) < (1e-6 if dtype == torch.float64 else 20 * TOLERANCE[dtype])
+
+
+_WAYS = ["eager", "create_graph", "torch.func", "vmap"]
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*itertools.product(_WAYS, _ENDLESS), *one_in(10, [("inside torch.compile", name) for name in _ENDLESS])],
+)
+def test_hidden_pairs_teach_nothing(way: str, name: str) -> None:
+    _check_endless(way, name, torch.float64, "cpu", "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _ENDLESS)
+@pytest.mark.parametrize("way", ["eager", "inside torch.compile"])
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.float32), ("auto", torch.bfloat16)])
+def test_hidden_pairs_teach_nothing_gpu(way: str, name: str, backend: str, dtype: torch.dtype) -> None:
+    _check_endless(way, name, dtype, "cuda", backend)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), one_in(2, _ON_GPU), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:

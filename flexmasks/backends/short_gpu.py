@@ -125,7 +125,7 @@ class GpuShortReplay(ShortReplay):
         return [*self.spans, *super().read_by_backward()]
 
     def summand_numbers(self) -> list[Tensor]:
-        return [] if self.summand is None else [self.summand.numbers()]
+        return [] if self.summand is None else [self.summand.numbers(self.visible)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = with_rows_together(q, k, v)
@@ -176,6 +176,7 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         visible, *spans = spanned_of(SizedMask(of_mask, mask.offset, mask.size, False, (1, 1)))
     has_one_bias = is_bias(of_score, score.size)
-    added = as_rows([of_score.params["bias"]]) if has_one_bias else added_of(of_score, score.offset, score.size)
+    shown = None if of_score.definition.by_library else visible
+    added = as_rows([of_score.params["bias"]]) if has_one_bias else added_of(of_score, score.offset, score.size, shown)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     return torch.ops.flexmasks.short(q, k, v, visible, *spans, added, scale)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flexmasks import compat
 from flexmasks.backends.call import exports_any_length
 from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask
 
 _MAX_SCORES = 1 << 24  # scores held at once
@@ -28,7 +29,7 @@ class OverIndices(NamedTuple):
     """The functions of a call over vectors of indices.
 
     mask: of b, h, q and kv, bool [b, h, q, kv].
-    score: of scores [b, h, q, kv] and these indices.
+    score: of which pairs are visible, or None, scores [b, h, q, kv] and these indices, see `over_visible`.
     """
 
     mask: Callable[..., Tensor]
@@ -88,7 +89,7 @@ def attend_by_slices(
     traced = is_traced_or_transformed()
     all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     if functions is None:
-        of_scores = None if score_mod is None else over_indices(score_mod, (0,))
+        of_scores = None if score_mod is None else functools.partial(over_visible, score_mod)
         functions = OverIndices(over_indices(cast(Visible, visible).mask_mod), of_scores)
     shared = _Shared(visible, functions, scale, all_finite, check)
     outs, lses = [], []
@@ -175,10 +176,10 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     scores = (q * (1 / math.sqrt(size) if shared.scale is None else shared.scale)) @ k.transpose(-2, -1)
     q_positions = torch.arange(part.q_start, part.q_stop, device=q.device)
     kv_positions = torch.arange(part.kv_start, part.kv_stop, device=q.device)
+    visible = _visible(part, shared, (batch, heads), q_positions, kv_positions)
     if shared.functions.score is not None:
         b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
-        scores = shared.functions.score(scores, b, h, q_positions, kv_positions).to(precise)
-    visible = _visible(part, shared, (batch, heads), q_positions, kv_positions)
+        scores = shared.functions.score(visible, scores, b, h, q_positions, kv_positions).to(precise)
     if bad_q is not None and bad_k is not None:
         has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
         scores = torch.where(has_bad_factor, math.nan, scores)

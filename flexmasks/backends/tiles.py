@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flexmasks.backends.slices import Visible
 from flexmasks.blocks.elements import Elements, over_indices
+from flexmasks.blocks.learning import over_visible
 from flexmasks.spec.structure import flatten
 from flexmasks.workers import Workers
 
@@ -258,6 +259,13 @@ class Tiles:
         if not changed.requires_grad:
             return torch.zeros_like(grads)
         of_scores, *of_learned = torch.autograd.grad(changed, [scores, *learned], grads, allow_unused=True)
+        bits = tile.keys.visible_bits
+        if bits is not None and not all(x is None or x.sum().isfinite() for x in of_learned):
+            visible = bits.new_ones((*bits.shape[:3], len(tile.keys.positions)), dtype=torch.bool)
+            visible[..., tile.keys.masked] = bits != 0
+            with torch.enable_grad():
+                changed = self._changed(cast(Callable[..., Tensor], self._score_mod), scores, tile, visible)
+            of_scores, *of_learned = torch.autograd.grad(changed, [scores, *learned], grads, allow_unused=True)
         if of_scores is None:
             grads = torch.zeros_like(grads)
         else:
@@ -311,9 +319,12 @@ class Tiles:
         scaled = queries * (self._scale * self._base)
         return torch.bmm(scaled, self._keys_of(keys, tile).mT, out=self._scores_in(buffer, tile))
 
-    def _changed(self, score_mod: Callable[..., Tensor], scores: Tensor, tile: _Tile) -> Tensor:
+    def _changed(
+        self, score_mod: Callable[..., Tensor], scores: Tensor, tile: _Tile, visible: Tensor | None = None
+    ) -> Tensor:
+        """Return the changed scores; visible: bool [batch or 1, heads or 1, queries, keys], see `over_visible`."""
         b, h, q = self._indices(tile.batch, tile.heads, tile.queries)
-        changed = over_indices(score_mod, (0,))(self._by_head(scores, tile), b, h, q, tile.keys.positions)
+        changed = over_visible(score_mod, visible, self._by_head(scores, tile), b, h, q, tile.keys.positions)
         return changed.to(self._dtype).reshape(scores.shape)
 
     def _set_hidden_to_zero(self, scores: Tensor, tile: _Tile) -> None:

@@ -83,7 +83,7 @@ class Learning:
         self._program: Program | None = None
         self._calls = 0
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], visible: Tensor | None = None) -> Tensor:
         self._calls += 1
         if self._calls == 2:  # tracing takes as long as some calls
             with contextlib.suppress(RuntimeError):  # it reads values

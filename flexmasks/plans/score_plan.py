@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,14 +78,15 @@ class ScorePlan(Plan):
     def summand(self) -> Summand:
         """The numbers that the score change adds as a function of its tensors; it must only add."""
         if self.is_bias:
-            return Summand([self._bound_to[0].params["bias"]], as_rows)
+            return Summand([self._bound_to[0].params["bias"]], lambda tensors, visible: as_rows(tensors))
         score_mod, size = self.mod(), self.size
         functions, leaves = flatten(score_mod)
         if not functions.is_whole:
-            return Summand([], lambda _: added_by(score_mod, size))
-        made: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: added_by(functions.fill(tensors), size)  # noqa: E731
+            return Summand([], lambda _, visible: added_by(score_mod, size, visible))
+        if self.is_by_library:  # whose derivatives are finite everywhere
+            return Summand(leaves.tensors, Learning(lambda tensors: added_by(functions.fill(tensors), size)))
         # A user's function may do what its operations do not tell, as to read `tensor.data` or add hooks.
-        return Summand(leaves.tensors, Learning(made) if self.is_by_library else made)
+        return Summand(leaves.tensors, lambda tensors, visible: added_by(functions.fill(tensors), size, visible))
 
     def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
         """What a kernel reads: "added", or what "functions" read of the user's tensors alone."""

@@ -12,6 +12,7 @@ from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
+from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import Line, in_wide_rows, spans_of
@@ -104,21 +105,30 @@ def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
     return full | (partial & materialize(block_mask.mask_mod, batch, heads, q_len, kv_len, partial.device))
 
 
-def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
+def added_of(score: Score, offset: Offset, size: Size, visible: Tensor | None = None) -> Tensor:
     """What a score change adds, which only adds: float32 [B or 1, H or 1, Q or 1, KV].
 
     The host reads no value of a tensor unless the sizes say that it may.
+
+    visible: as for `added_by`.
     """
-    return added_by(shifted_score(score.bind(score.resolve(size)), offset), size)
+    return added_by(shifted_score(score.bind(score.resolve(size)), offset), size, visible)
 
 
-def added_by(score_mod: Callable[..., Tensor], size: Size) -> Tensor:
-    """What a score_mod adds, see `added_of`; with gradients, where they are wanted."""
-    indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
-    added = over_indices(score_mod, (None,))(torch.zeros((), dtype=size.dtype, device=size.device), *indices)
-    for dim in range(3):
-        if added.stride(dim) == 0:  # vmap has expanded what does not depend on this index
-            added = added.narrow(dim, 0, 1)
+def added_by(score_mod: Callable[..., Tensor], size: Size, visible: Tensor | None = None) -> Tensor:
+    """What a score_mod adds, see `added_of`; with gradients, where they are wanted.
+
+    visible: bool [B or 1, H or 1, Q or 1, KV or more]; tensors learn from what is added to visible pairs alone.
+    """
+    indices = [torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len)]
+    no_score = torch.zeros((), dtype=size.dtype, device=size.device)
+    added = over_visible(score_mod, None, no_score, *indices)
+    fixed = [dim for dim in range(3) if added.stride(dim) == 0]  # vmap has expanded what does not depend on this index
+    if visible is not None and added.requires_grad:
+        seen = visible[..., : size.kv_len].any(fixed, keepdim=True) if fixed else visible[..., : size.kv_len]
+        added = over_visible(score_mod, seen, no_score, *indices)
+    for dim in fixed:
+        added = added.narrow(dim, 0, 1)
     return added.float().clone(memory_format=torch.contiguous_format)
 
 
@@ -126,11 +136,14 @@ class Summand(NamedTuple):
     """What a score change adds, made at each call of its tensors, which may learn."""
 
     tensors: Sequence[Tensor]
-    of: Callable[[Sequence[Tensor]], Tensor]
+    of: Callable[[Sequence[Tensor], Tensor], Tensor]  # of these tensors, and of which pairs are visible
 
-    def numbers(self) -> Tensor:
-        """The numbers [G, H or 1, Q or 1, KV], of any floating dtype; B / G batch elements share a row."""
-        return self.of(self.tensors)
+    def numbers(self, visible: Tensor) -> Tensor:
+        """The numbers [G, H or 1, Q or 1, KV], of any floating dtype; B / G batch elements share a row.
+
+        visible: as for `added_by`.
+        """
+        return self.of(self.tensors, visible)
 
 
 def as_rows(tensors: Sequence[Tensor]) -> Tensor:
