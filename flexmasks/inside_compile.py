@@ -502,7 +502,8 @@ def _by_traced_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse by slices, which torch traces; without a block mask they reach all keys."""
     (encoded, offset, _, sizes), q_offset = of_mask, cast(int | Tensor, request.q_offset)
-    visible, scored = over_indices(mask_mod), None if score_mod is None else functools.partial(over_visible, score_mod)
+    visible = over_indices(mask_mod)
+    scored: Callable[..., Tensor] | None = None if score_mod is None else functools.partial(over_visible, score_mod)
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
     if isinstance(encoded, Flat):

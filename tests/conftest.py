@@ -26,7 +26,7 @@ import torch._inductor.codecache
 from hypothesis import settings
 
 import flexmasks
-from flexmasks.backends import short_cpu
+from flexmasks.backends import short_cpu, waiting
 from flexmasks.backends.call import Call
 from flexmasks.spec import definitions
 
@@ -53,6 +53,7 @@ class _EveryTest:
             return refuses(call) if call.needs_grad else "in tests it is for calls that need gradients"
 
         monkeypatch.setattr(short_cpu, "refuses", refuses_without_gradients)
+        monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 0)
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

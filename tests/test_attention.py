@@ -48,7 +48,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 from flexmasks import trees
-from flexmasks.backends import short_cpu
+from flexmasks.backends import short_cpu, waiting
 from flexmasks.backends.call import Unavailable, proven
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
@@ -1202,6 +1202,7 @@ def test_a_default_device_elsewhere_changes_nothing() -> None:
 @pytest.mark.parametrize("way", ["auto", "short", "decode", "reference", "blocks as data", "pages of trees"])
 def test_every_way_runs_under_a_default_device_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)  # type: ignore[attr-defined] # small calls
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
     q, k, v = torch.randn(3, 1, 2, 64, 16)
     mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=torch.arange(64) // 20)
     if way == "blocks as data":

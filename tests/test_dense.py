@@ -15,7 +15,7 @@ from oracles import dense as dense_of
 from torch import Tensor
 
 import flexmasks
-from flexmasks.backends import short_cpu
+from flexmasks.backends import waiting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,8 +136,8 @@ def test_auto_takes_it_where_it_is_fastest() -> None:
         q = torch.randn(1, 2, length, 8, requires_grad=True)
         return flexmasks.explain(q, q, q, **{"mask": "sliding_window", "window": 9, **call}).backend
 
-    assert backend(256) == backend(short_cpu.MAX_LENGTH) == "short"
-    assert backend(short_cpu.MAX_LENGTH + 1) == backend(64, return_lse=True) == "reference"
+    assert backend(256) == backend(waiting.MAX_LENGTH) == "short"
+    assert backend(waiting.MAX_LENGTH + 1) == backend(64, return_lse=True) == "reference"
     assert backend(64, score="softcap", cap=3.0) == "reference"
     slopes = torch.rand(2, requires_grad=True)
     assert backend(64, score="alibi", slopes=slopes) == "reference"  # it learns

@@ -446,8 +446,8 @@ _COMPILED = """
     import logging
     import torch
     import flexmasks
-    from flexmasks.backends import short_cpu
-    short_cpu.WORK_BEFORE_COMPILING = 0
+    from flexmasks.backends import waiting
+    waiting.WORK_BEFORE_COMPILING = 0
     torch.set_num_threads(1)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 64, 16)

@@ -1,6 +1,9 @@
 """Tests of small calls on a CPU that need no gradients: they run without compiling, and are compiled when that pays."""
 
+import functools
+import logging
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +12,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
-from flexmasks.backends import flex_kernels, short_cpu
+from flexmasks.backends import flex_kernels, short_cpu, waiting
+from flexmasks.kernels import compiling
 
 _NAN, _INF = math.nan, math.inf
 IDS = torch.arange(96) // 40
@@ -34,6 +38,7 @@ FUNCTIONS = [_own, _documents, _hides_rows]
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels that are compiled in a test, where small calls run without, as they do outside tests."""
     monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
     names: list[str] = []
     log = flex_kernels._log_compiled
     monkeypatch.setattr(flex_kernels, "_log_compiled", lambda *args: (names.append(args[1]), log(*args)))
@@ -131,7 +136,7 @@ def test_equal_calls_give_equal_bits():
 def test_a_loop_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch, makes_new_tensors):
     q, k, v = _qkv()
     products = 2 * 4 * 96 * 96 * 32
-    monkeypatch.setattr(short_cpu, "WORK_BEFORE_COMPILING", 5 * products)
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 5 * products)
     expected = _expected(q, k, v, _documents)
     for n in range(8):
         ids = IDS.clone() if makes_new_tensors else IDS
@@ -145,7 +150,7 @@ def test_a_loop_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch, mak
 def test_named_backends_run(compiled, monkeypatch):
     q, k, v = _qkv()
     for limit in (1 << 36, 0):
-        monkeypatch.setattr(short_cpu, "WORK_BEFORE_COMPILING", limit)
+        monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", limit)
         for backend in ("short", "reference", "flex"):
             out = flexmasks.attention(q, k, v, mask=_own, backend=backend)
             torch.testing.assert_close(out.double(), _expected(q, k, v, _own), atol=1e-5, rtol=1e-5)
@@ -160,11 +165,66 @@ def test_large_calls_are_compiled_at_once():
     assert "1,024" in explanation.others["short"]
 
 
-def test_scores_that_add_compile_nothing_and_others_do():
+SCORES = {
+    "alibi": "alibi",
+    "softcap": flexmasks.get_score("softcap", cap=5.0),
+    "squares": lambda score, b, h, q, kv: score * score.abs(),
+    "several": ["alibi", flexmasks.get_score("softcap", cap=5.0)],
+    "of keys": lambda score, b, h, q, kv: IDS[kv] * 0.5,
+}
+
+
+def _of_size(v_size):
     q, k, v = _qkv()
-    explain = lambda score: flexmasks.explain(q, k, v, mask="causal", score=score)  # noqa: E731
-    assert explain("alibi").backend == "short"
-    assert explain(flexmasks.get_score("softcap", cap=5.0)).backend == "flex"
+    return q, k, torch.cat([v, v], -1)[..., :v_size]
+
+
+@pytest.mark.parametrize("mask", ["causal", _own, _documents])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("v_size", [16, 24])
+def test_every_mask_and_score_compiles_nothing(compiled, monkeypatch, score, mask, v_size):
+    """Until such calls have taken as long as that would."""
+    q, k, v = _of_size(v_size)
+    call = {"mask": mask, "score": SCORES[score]}
+    expected = flexmasks.attention(q, k, v, backend="reference", **call)
+    flexmasks.clear_caches()
+    explanation = flexmasks.explain(q, k, v, **call)
+    assert explanation.backend in ("short", "reference")
+    assert "answered without compiling" in explanation.compiles
+    plan = flexmasks.plan(mask, 96, batch=2, heads=4, score=SCORES[score])
+    for _ in range(3):
+        torch.testing.assert_close(flexmasks.attention(q, k, v, **call), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(flexmasks.attention(q, k, v, mask=plan), expected, atol=1e-5, rtol=1e-5)
+    assert compiled == []
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1)
+    assert flexmasks.explain(q, k, v, **call).backend == "flex"
+
+
+def test_a_loop_of_scores_that_change_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch):
+    q, k, v = _qkv()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 3 * 2 * 4 * 96 * 96 * 32)
+    expected = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=5.0, backend="reference")
+    flexmasks.clear_caches()
+    for n in range(6):
+        out = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=5.0)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        assert len(compiled) == (n >= 3)
+
+
+@pytest.mark.parametrize("limit", [0.2, 60.0])
+def test_a_compilation_that_takes_long_says_so_once(caplog, monkeypatch, limit):
+    q, k, v = _qkv()
+    monkeypatch.setattr(compiling, "_SLOW_SECONDS", limit)
+    backend = lambda graph, inputs: (time.sleep(0.3), graph)[1]  # noqa: E731
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with caplog.at_level(logging.WARNING, "flexmasks"):
+        for _ in range(3):
+            flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=5.0, backend="flex")
+        time.sleep(0.3)
+    lines = [r.getMessage() for r in caplog.records if r.name == "flexmasks"]
+    assert len(lines) == (limit < 1)
+    assert all("softcap(cap=5.0)" in line and "about" not in line for line in lines), lines
 
 
 def test_given_blocks_are_honored_pair_by_pair() -> None:

@@ -12,7 +12,7 @@ from helpers import DEVICES, error
 from torch import Tensor
 
 import flexmasks
-from flexmasks.backends import short_cpu
+from flexmasks.backends import short_cpu, waiting
 
 LENGTH, HEADS = 64, 2
 
@@ -21,6 +21,7 @@ LENGTH, HEADS = 64, 2
 def _as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls are computed before they are compiled, unlike in other tests."""
     monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
 
 
 def _written_unseen(parameter: Tensor) -> None:

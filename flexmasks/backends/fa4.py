@@ -131,7 +131,7 @@ def _announce(call: Call) -> None:
         "sinks" if call.sinks is not None else "",
         "gradients" if call.needs_grad else "",
     ]
-    announce_once(f"attention for backend 'fa4': {', '.join(filter(None, parts))}", "fa4")
+    announce_once(f"attention for backend 'fa4': {', '.join(filter(None, parts))}")
 
 
 @contextlib.contextmanager

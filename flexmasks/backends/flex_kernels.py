@@ -32,13 +32,14 @@ from flexmasks.backends import padded
 from flexmasks.backends.call import Unavailable, first_line
 from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
-from flexmasks.kernels.compiling import announce
+from flexmasks.kernels.compiling import announce, warn_when_slow
 from flexmasks.kernels.direct import with_rows_together
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
 
-# `compilations` counts those of the thread; `running` describes the call whose kernel it runs.
+# `compilations` counts those of the thread; `running` describes the call whose kernel it runs; `timer` waits for the
+# end of a compilation.
 _this_thread = threading.local()
 
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
@@ -114,6 +115,7 @@ class _Kernel:
             return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
         finally:
             _this_thread.running = None
+            _stop_timer()
 
     @property
     def has_room(self) -> bool:
@@ -152,6 +154,13 @@ class _Kernel:
         return "torch's guards ask for it"
 
 
+def _stop_timer() -> None:
+    """End the wait for a compilation of this thread that takes long."""
+    timer, _this_thread.timer = getattr(_this_thread, "timer", None), None
+    if timer is not None:
+        timer.cancel()
+
+
 COMPILED: Part[_Kernel] = Part(KERNELS, "kernels")
 
 
@@ -165,7 +174,9 @@ def _announce() -> bool:
     if running is not None:
         what, q, k, kernel_options = running
         backend = "flex_flash" if (kernel_options or {}).get("BACKEND") == "FLASH" else "flex"
-        announce(f"attention for backend {backend!r}, {_described(what, q, k)}", backend if q.is_cuda else "cpu")
+        described = f"attention for backend {backend!r}, {_described(what, q, k)}"
+        announce(described)
+        _this_thread.timer = warn_when_slow(described)
     return True
 
 
@@ -464,8 +475,9 @@ def _new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False, follows_f
     graphs = _Graphs(most=compat.recompile_limit())
 
     def needed_guards(guards: Sequence[Any]) -> list[bool]:
-        """Return which guards torch keeps; torch asks once in each compilation."""
+        """Return which guards torch keeps; torch asks once in each compilation, at its end."""
         graphs.count += 1
+        _stop_timer()
         _this_thread.compilations = _compilations() + 1
         return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
 

@@ -36,6 +36,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
+from flexmasks.backends.waiting import Uncompiled, uncompiled
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import has_memory
@@ -57,8 +58,11 @@ class _Attention(Replay):
     block_mask: compat.BlockMask
     scale: float | None
     compiler_was_off: bool  # so that no faster backend could be chosen
+    uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.uncompiled is not None:
+            self.uncompiled.count(q, k, v)
         if self.compiler_was_off and not compat.compiler_is_off():
             raise Unavailable("torch.compile is switched on again")
         return attend(q, k, v, self.score_mod, self.block_mask, self.scale)
@@ -68,7 +72,7 @@ def run(call: Call) -> Result:
     """Run the call."""
     score_mod = None if call.score is None else call.score.mod()
     compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
-    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale, compiler_is_off)
+    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale, compiler_is_off, uncompiled(call))
     return Result(*replay(call.q, call.k, call.v), replay)
 
 

@@ -55,10 +55,3 @@ def run(call: Call) -> Result:
         return proven(call, short_gpu.GpuShortReplay.of(call))
     replay = short_cpu.CpuShortReplay.of(call)
     return Result(*replay(call.q, call.k, call.v), replay)
-
-
-def compiles(call: Call) -> str:
-    """Say that the call does not compile, and why."""
-    if call.q.device.type == "cpu" and not call.needs_grad:
-        return "no: it is small, and answered without compiling until such calls have taken as long as that would"
-    return "no: it runs without compiling"

@@ -1,8 +1,6 @@
 """Short sequences on a CPU, by torch's kernel with a mask.
 
-Calls with gradients run here, and at first calls without: compiling a kernel takes seconds, as long as a hundred short
-calls. So a kind of calls runs here until its calls have taken as long as that, and is compiled then: a loop takes at
-most about twice the time that the better way alone would have taken.
+Calls with gradients run here, and at first calls without, see `flexmasks.backends.waiting`.
 """
 
 from __future__ import annotations
@@ -16,39 +14,14 @@ from torch import Tensor
 
 from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
-from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
+from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.backends.short_call import ShortReplay
-from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import visible_in
 
-MAX_LENGTH = 1024  # of queries, and of keys
 _MAX_MASK = 1 << 24  # elements
-# Products of a kind of calls without gradients before it is compiled. On two cores these take 2 to 3 s, and compiling
-# takes 3 to 7 s. A call of 8 heads of 1,024 tokens, head size 64, has 2**30: 45 to 50 ms here, and compiled 6 to 34 ms.
-# A call of 64 tokens has 2**22: 0.1 ms here and compiled.
-WORK_BEFORE_COMPILING = 1 << 36
-_UNCOMPILED: Part[Uncompiled] = Part(KINDS, "uncompiled")
-
-
-@dataclass
-class Uncompiled:
-    """How much a kind of calls has computed without compiling."""
-
-    products: int = 0
-
-    @property
-    def is_spent(self) -> bool:
-        return self.products >= WORK_BEFORE_COMPILING
-
-
-def uncompiled(call: Call) -> Uncompiled:
-    known = _UNCOMPILED.get(call.outcome_key)
-    if known is None:
-        known = Uncompiled()
-        _UNCOMPILED.put(call.outcome_key, (), known, FACT)
-    return known
 
 
 def refuses(call: Call) -> str | None:
@@ -75,7 +48,7 @@ class CpuShortReplay(ShortReplay):
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
     hidden_rows: Tensor | None  # bool [B or 1, Hkv or 1, grouped heads * Q]: queries that see nothing, if there are any
     shows: bool  # whether torch's kernel shows all of `added`
-    uncompiled: Uncompiled | None  # what the kind has computed, until it is to be compiled
+    uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
     @classmethod
     def of(cls, call: Call) -> CpuShortReplay:
@@ -96,7 +69,7 @@ class CpuShortReplay(ShortReplay):
             needs_grad=call.needs_grad,
             added=cpu_kernel.grouped(added, groups),
             shows=bias is None or shows(added),
-            uncompiled=None if call.needs_grad or uncompiled(call).is_spent else uncompiled(call),
+            uncompiled=uncompiled(call),
             hidden_rows=cpu_kernel.grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
         )
 
@@ -107,9 +80,7 @@ class CpuShortReplay(ShortReplay):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.uncompiled is not None:
-            if self.uncompiled.is_spent:
-                raise Unavailable("such calls are compiled from now on")
-            self.uncompiled.products += q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+            self.uncompiled.count(q, k, v)
         return super().__call__(q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:

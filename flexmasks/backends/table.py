@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, short_cpu
+from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
 from flexmasks.backends.call import Call, Refused, Result, Unavailable, first_line, must_be_deterministic
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT, KINDS, Part
@@ -67,8 +67,11 @@ BACKENDS = {
             "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
             reads_any_dtype=True, can_be_traced=True,
         ),
-        Backend("short", short.refuses, short.run, compiles=short.compiles, plan=short.plan, can_be_traced=True),
-        Backend("reference", reference.refuses, reference.run, reads_any_dtype=True, can_be_traced=True),
+        Backend("short", short.refuses, short.run, compiles=waiting.compiles, plan=short.plan, can_be_traced=True),
+        Backend(
+            "reference", reference.refuses, reference.run, compiles=waiting.compiles, reads_any_dtype=True,
+            can_be_traced=True,
+        ),
     )
 }  # fmt: skip
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flex_flash. These are
@@ -107,9 +110,13 @@ def is_not_here(reason: str) -> bool:
 
 
 def _fastest_first(call: Call) -> list[Backend]:
-    """Return the backends of "auto" by their speed for a call, the reference last."""
+    """Return the backends of "auto" by their speed for a call.
+
+    The reference is last, but for kernels whose compilation a small call on a CPU waits with.
+    """
     if not call.is_cuda or call.pages is not None:
-        return _in_order(slow=[] if call.is_traced or short_cpu.uncompiled(call).is_spent else ["flex"])
+        waits = waiting.uncompiled(call) is not None
+        return [*(b for b in BACKENDS.values() if not (waits and b.name == "flex")), *[BACKENDS["flex"]] * waits]
     own = "decode" if _is_decoding(call) else "short" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]

@@ -1,19 +1,27 @@
-"""Lines in the log before compilations that take seconds."""
+"""Lines in the log before compilations that take seconds, and during those that take many."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 
 _log = logging.getLogger("flexmasks")
-# About how many seconds the first calls of fresh processes took, from those with code on the disk to those without: on
-# an H100 or H200, the page "limits" of the results, and on a CPU with two cores.
-_SECONDS = {"cpu": "1 to 20", "flex": "2 to 13", "flex_flash": "4 to 26", "fa4": "2 to 18", "own": "1 to 3"}
+_SLOW_SECONDS = 5.0
 
 
-def announce(what: str, kind: str) -> None:
-    """Log what is compiled, and how long it takes, by a backend on a GPU, "cpu", or "own" for kernels of ours."""
-    _log.info("compiling %s: about %s s (the least if it is on the disk)", what, _SECONDS[kind])
+def announce(what: str) -> None:
+    """Log what is compiled."""
+    _log.info("compiling %s", what)
 
 
 announce_once = functools.lru_cache(maxsize=1024)(announce)
+
+
+def warn_when_slow(what: str) -> threading.Timer:
+    """Return a timer that logs a warning if it is not cancelled while a compilation is short."""
+    line = "compiling %s has taken %.0f s so far; calls of its kind do not wait again"
+    timer = threading.Timer(_SLOW_SECONDS, _log.warning, [line, what, _SLOW_SECONDS])
+    timer.daemon = True
+    timer.start()
+    return timer

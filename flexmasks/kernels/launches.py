@@ -90,7 +90,7 @@ def compiled(
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         run = kernel[(programs,)]
         return lambda tensors, numbers: run(*tensors, *numbers, *fixed)
-    announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
+    announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}")
     made = kernel.warmup(*tensors, *numbers, *fixed, grid=(programs,), num_warps=warps, **options)
     return launch_of(made, programs, fixed)
 
