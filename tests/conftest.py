@@ -28,6 +28,7 @@ from hypothesis import settings
 import flexmasks
 from flexmasks.backends import short_cpu, waiting
 from flexmasks.backends.call import Call
+from flexmasks.kernels import compiling
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
@@ -54,6 +55,7 @@ class _EveryTest:
 
         monkeypatch.setattr(short_cpu, "refuses", refuses_without_gradients)
         monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 0)
+        monkeypatch.setattr(compiling, "_SLOW_SECONDS", 600.0)  # other processes may take the cores
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
