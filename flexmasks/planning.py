@@ -116,6 +116,11 @@ class Plan(HeldPlan):
         lengths = {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "batch": sizes.batch, "heads": sizes.heads}
         return {**lengths, "device": sizes.device, "q_offset": self.q_offset}
 
+    def __invert__(self, _: Any = None) -> Any:
+        raise TypeError(f"flexmasks: `&`, `|` and `~` take masks, got {self!r}{self.hint}.")
+
+    __and__ = __or__ = __invert__
+
     def __reduce__(self) -> Any:
         return loaded_plan, (self.mask, self.score, self._extents())
 
@@ -185,5 +190,7 @@ def plan(
     if compat.is_compiling():  # torch traces no checks of values; the call checks the sizes
         sizes = Sizes(q_len, q_len if kv_len is None else kv_len, batch, heads, None)
         return Plan(value, change, sizes, cast(int | torch.Tensor, q_offset))
-    size, _, offset = Lengths(q_len, kv_len, batch, heads, device, q_offset).check("flexmasks.plan", value, change)
+    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
+    size, _, offset = lengths.check("flexmasks.plan", value, change)
+    lengths.check_parameters(size, offset, [value] if change is None else [value, change])
     return Plan(value, change, Sizes(size.q_len, size.kv_len, batch, heads, size.device), offset)

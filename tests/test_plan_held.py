@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, error
+from helpers import DEVICES, TOLERANCE, arguments, error, label, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import MASK_CASES, SCORE_CASES, Case
 from quick_kernels import in_cpp_on_day
 from quick_kernels import quick_kernels as quick_kernels
 from test_kept import refused
@@ -522,6 +523,78 @@ def test_calls_that_do_not_fit() -> None:
         plan.update(window=torch.tensor(3))
     with pytest.raises(ValueError, match="in 0"):
         flexmasks.plan("padding", LENGTH, batch=1, heads=1, seq_lens=torch.tensor([-1]))
+
+
+_IDS, _TABLE = torch.arange(1500) // 100, torch.ones(20, 20)
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "too long": ("document_ids", {"mask": "document", "document_ids": _IDS}),
+    "list": ("document_ids", {"mask": "document", "document_ids": _IDS.tolist()}),
+    "and": ("document_ids", {"mask": flexmasks.masks.causal() & flexmasks.masks.document(document_ids=_IDS)}),
+    "not": ("document_ids", {"mask": ~flexmasks.masks.document(document_ids=_IDS)}),
+    "or": ("visible", {"mask": flexmasks.masks.causal() | flexmasks.masks.dense(visible=_TABLE > 0)}),
+    "dtype": ("document_ids", {"mask": "document", "document_ids": torch.rand(10)}),
+    "value": ("seq_lens", {"mask": "padding", "seq_lens": torch.tensor([-1, 3])}),
+    "number": ("window", {"mask": "sliding_window", "window": -1}),
+    "batch": ("seq_lens", {"mask": "padding", "seq_lens": torch.tensor([1, 2]), "batch": 3}),
+    "batch of two": (
+        "seq_lens",
+        {"mask": [flexmasks.masks.padding(seq_lens=torch.ones(n, dtype=torch.int64)) for n in (2, 3)]},
+    ),
+    "batch of a mask and a score": (
+        "bias",
+        {"mask": "padding", "seq_lens": torch.tensor([1, 2]), "score": "dense_bias", "bias": torch.ones(3, 1, 10, 10)},
+    ),
+    "heads": ("slopes", {"mask": "causal", "score": "alibi", "slopes": torch.rand(4), "heads": 3}),
+    "score": ("bias", {"mask": "causal", "score": "dense_bias", "bias": _TABLE}),
+    "learns": ("bias", {"mask": "causal", "score": "dense_bias", "bias": _TABLE.clone().requires_grad_()}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", WRONG)
+def test_parameters_that_do_not_fit_are_refused_when_a_plan_is_made(name: str, device: str) -> None:
+    parameter, call = WRONG[name]
+    if device != "cpu" and name == "value":
+        pytest.skip("it would wait for the GPU: the first call says so")
+    call = {
+        n: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for n, x in call.items()
+    }
+    call |= {"mask": call["mask"].to(device)} if isinstance(call["mask"], flexmasks.Mask) else {}
+    if isinstance(call["mask"], list):
+        call["mask"] = [m.to(device) for m in call["mask"]]
+    with pytest.raises((ValueError, TypeError), match=f"`{parameter}` must be"):
+        flexmasks.plan(q_len=10, device=device, **call)
+
+
+@pytest.mark.parametrize("case", spread(MASK_CASES + SCORE_CASES, 3), ids=label)
+def test_plans_refuse_no_parameter_that_fits(case: Case) -> None:
+    """Of a batch and heads that are named, or that any call may have."""
+    call = {"mask" if case in MASK_CASES else "score": case.name, **arguments(case)}
+    sizes = {"batch": case.batch, "heads": case.heads}
+    for known in ((), ("batch",), ("heads",), ("batch", "heads")):
+        flexmasks.plan(**{"mask": "full"} | call, q_len=case.q_len, kv_len=case.kv_len, **{n: sizes[n] for n in known})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda plan: flexmasks.get_mask("causal") & plan,
+        lambda plan: plan | flexmasks.get_mask("causal"),
+        lambda plan: ~plan,
+        lambda plan: plan & (lambda b, h, q, kv: q >= kv),
+        flexmasks.get_mask,
+        lambda plan: flexmasks.plan(plan, 10),
+        lambda plan: flexmasks.block_mask(plan, 10),
+        lambda plan: flexmasks.masked_softmax(torch.zeros(10, 10), mask=plan),
+        lambda plan: flexmasks.attention(*torch.zeros(3, 1, 1, 10, 8), score=plan),
+        lambda plan: flexmasks.attention(*torch.zeros(3, 1, 1, 10, 8), mask=["causal", plan]),
+        lambda plan: flexmasks.varlen_attention(*torch.zeros(3, 10, 1, 8), [0, 10], mask=plan),
+    ],
+)
+def test_a_plan_in_place_of_a_mask(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"a plan, which .* takes in place of a mask; write plan.mask"):
+        use(flexmasks.plan("causal", 10))
 
 
 def test_updates_that_do_not_fit_change_nothing() -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from flexmasks.spec.values import AsAttentionMask, Mask, Modifier, Score
 _HOST = torch.device("cpu")
 _COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
 _MAX_LAUNCHES = 64  # kinds of calls that one plan remembers
+_LOCK = threading.RLock()  # held by a call that has seen a change, or keeps a launch if there is none
 State = tuple[list[int], list[Hashable]]  # versions of a plan's tensors, and keys of its functions with what they read
 
 
@@ -91,6 +92,7 @@ class HeldPlan(AsAttentionMask):
     be copied. Then nothing is kept, and each call plans as if it were given the mask.
     """
 
+    hint: ClassVar[str] = ", a plan, which flexmasks.attention takes in place of a mask; write plan.mask or plan.score"
     mask: Mask
     score: Score | None
     sizes: Sizes
@@ -99,7 +101,6 @@ class HeldPlan(AsAttentionMask):
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     owns_tensors: bool = False
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # between seeing a change and keeping
     _ids: frozenset[int] = frozenset()  # of its own tensors
     _versions: list[int] = field(default_factory=list, repr=False)
     _by_users: list[Modifier] = field(default_factory=list, repr=False)  # whose functions read variables that change
@@ -150,14 +151,14 @@ class HeldPlan(AsAttentionMask):
             self.launches.clear()
             self._versions = self._present_versions()
         if self._by_users and self._functions != (present := self._present_functions()):
-            with self._lock:
+            with _LOCK:
                 self.launches.clear()
                 self._functions = present
         return self.launches.get(key), (self._versions, self._functions)
 
     def keep(self, key: Hashable, launch: Launch, planned_in: State) -> None:
         """Keep what a call made ready, if all that it read is still as it was in that state."""
-        with self._lock:
+        with _LOCK:
             if planned_in != (self._present_versions(), self._present_functions()):
                 return
             if len(self.launches) >= _MAX_LAUNCHES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.alignment import aligned
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
@@ -59,13 +61,25 @@ class Lengths:
                 check_dense(value, value.tensors())
         implied, device = mask.implied_size("B"), self._device(call, mask)
         q_offset = listed(self.q_offset, device)
-        if not implied and isinstance(q_offset, Tensor) and is_dense(q_offset) and q_offset.ndim:
+        if implied in (None, 1) and isinstance(q_offset, Tensor) and is_dense(q_offset) and q_offset.ndim:
             implied = len(q_offset)
         batch = self.batch or implied
         size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, device)
         q_offset = aligned(call, q_offset, size, (mask, score))
         check_offset(call, q_offset, size.batch, size.device)
         return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
+
+    def check_parameters(self, size: Size, q_offset: int | Tensor, values: Sequence[Modifier]) -> None:
+        """Check parameters against the sizes that are given or implied. Their values are read on a CPU only."""
+        size = sized(size, q_offset) if size.device.type == "cpu" else unread(size, q_offset)
+        known = size.named()
+        for name, n in (("B", self.batch), ("H", self.heads)):
+            if n is None:
+                del known[name]
+        if isinstance(q_offset, Tensor) and q_offset.ndim and len(q_offset) > 1:
+            known["B"] = len(q_offset)
+        for value in values:
+            value.check(size, known)
 
     def _device(self, call: str, mask: Modifier) -> torch.device:
         device = self.device

@@ -220,7 +220,7 @@ def hint_for(kind: str, value: Any) -> str:
         needed = ", ".join(f"{p.name}=..." for p in made.parameters.values() if p.required)
         argument = "" if made.kind == kind else f"{made.kind}="
         return f", which makes a {made.kind}; write {argument}{made.name}({needed})"
-    return ""
+    return str(getattr(type(value), "hint", ""))  # of a plan
 
 
 def constructed_by(kind: str, value: Any) -> Definition | None:

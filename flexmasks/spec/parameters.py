@@ -263,10 +263,10 @@ def _advice_on_shape(wanted: list[tuple[str, ...]], shape: tuple[int, ...], size
     forms = [(f"m.squeeze({i})", shape[:i] + shape[i + 1 :]) for i, n in enumerate(shape) if n == 1]
     if len(shape) > 2 and all(n == 1 for n in shape[1:-1]):
         forms.append(("m.flatten(0, -2)", (shape[0], shape[-1])))
-    batch, heads, before_pairs = sizes["B"], sizes["H"], [n for n in shape[:-2] if n != 1]
-    if before_pairs == [batch]:
+    batch, heads, before_pairs = sizes.get("B"), sizes.get("H"), [n for n in shape[:-2] if n != 1]
+    if batch and before_pairs == [batch]:
         forms.append(("m[:, None] if it is [batch, queries, keys]", (batch, 1, *shape[-2:])))
-    if before_pairs == [batch * heads]:
+    if batch and heads and before_pairs == [batch * heads]:
         text = f"m.unflatten(0, ({batch}, {heads})) if it is [batch * heads, queries, keys]"
         forms.append((text, (batch, heads, *shape[-2:])))
     for dims in sorted(wanted, key=lambda dims: (len(dims), -dims.count("1"))):

@@ -195,6 +195,22 @@ class Modifier(Readable):
         what = f"flexmasks {self.kind} {self.name!r}"
         return {n: parameters[n].check(what, v, size, sizes) for n, v in self._values().items()}
 
+    def check(self, size: Size, known: dict[str, int]) -> None:
+        """Check the parameters, and those of inner masks or scores, against the sizes that are known.
+
+        known: sizes by the names of `Size.named`. Those of the batch and the heads that shapes imply are added, for
+            other masks and scores of the same call; 1 implies nothing.
+
+        Raises ValueError or TypeError.
+        """
+        parameters, sizes = self.definition.parameters, dict(known)
+        for name, value in self._values().items():
+            parameters[name].check(f"flexmasks {self.kind} {self.name!r}", value, size, sizes)
+        known |= {n: sizes[n] for n in ("B", "H") if sizes.get(n, 1) != 1}
+        if self.definition.inner_size is None:  # others see other sizes than the call's, which may depend on values
+            for inner in self.operands():
+                inner.check(size, known)
+
     def _values(self) -> dict[str, Any]:
         return {n: p.default for n, p in self.definition.parameters.items()} | dict(self.params)
 
