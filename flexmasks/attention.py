@@ -105,14 +105,15 @@ def attention(
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
-            Of batch size 1 they are for all queries, as a prompt that all share. They may have another dtype than q,
-            such as float8, with its scale in the score; only the backends "flex", on a GPU and without gradients, and
-            "reference" take that. Dv may be another head size than D, as in multi-head latent attention. Compiled
-            kernels for the CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up
-            to 256 MiB a call: keys that are expanded over the batch then take the memory of the whole batch. Larger
-            ones are not copied, and compile a kernel for their layout. q, k and v may be DTensors that are sharded
-            alike over batch elements and heads, and then so is the output; for a sharded sequence there is
-            `flexmasks.integrations.distributed.attention`.
+            Of batch size 1 they are for all queries, as a prompt that all share. As a cache they may have a dtype of
+            fewer bits than q's, such as float8, with its scale in the score; only the backends "flex", on a GPU and
+            without gradients, and "reference" take that, and a warning is logged once where the slow reference runs.
+            Any other dtype than q's is a TypeError. Dv may be another head size than D, as in multi-head latent
+            attention. Compiled kernels for the CPU get copies of tensors that lie in memory neither as [B, H, S, D] nor
+            as [B, S, H, D], up to 256 MiB a call: keys that are expanded over the batch then take the memory of the
+            whole batch. Larger ones are not copied, and compile a kernel for their layout. q, k and v may be DTensors
+            that are sharded alike over batch elements and heads, and then so is the output; for a sharded sequence
+            there is `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, a plan, a function (b, h, q, kv) -> bool of index tensors, True =
             visible, or booleans as SDPA takes them, [Q, KV], [H, Q, KV] or [B or 1, H or 1, Q or 1, KV]; or a list of
             these, which all must show a key; or torch's BlockMask. By default everything is visible. Tensors that a

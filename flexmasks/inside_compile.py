@@ -39,7 +39,7 @@ from flexmasks.backends import (
 from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
-from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
+from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
@@ -412,6 +412,8 @@ def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
         refused = forms.refuses_traced(call) if name in _COMPILED else None
         if refused is None:
             warn_of_order(name, call)
+            if backend == "auto":
+                warn_of_dtypes(name, call)
             if name not in _COMPILED:
                 return name, [0, 0]
             return name, [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]

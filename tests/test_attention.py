@@ -48,7 +48,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 from flexmasks import trees
-from flexmasks.backends import short_cpu, waiting
+from flexmasks.backends import short_cpu, table, waiting
 from flexmasks.backends.call import Unavailable, proven
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
@@ -1751,3 +1751,23 @@ def test_what_masks_read_made_inside_torch_func_grad(kind: str, length: int, cap
         many = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None, None))(torch.stack([q, q]), numbers, starts)
         assert error(many[1], want) < 1e-5
     assert not [r for r in caplog.records if r.name == "flexmasks" and "failed" in r.message]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(("of_q", "of_k"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_cache_of_fewer_bits_is_right_and_says_once_that_it_is_slow(
+    of_q: torch.dtype, of_k: torch.dtype, needs_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    table._warn_of_dtypes.cache_clear()
+    q = torch.randn(1, 2, 40, 16, dtype=of_q, requires_grad=needs_grad)
+    k, v = torch.randn(2, 1, 2, 40, 16).to(of_k)
+    for window in (5, 9, 5):
+        out = flexmasks.attention(q, k, v, mask="sliding_window", window=window)
+        distance = torch.arange(40)[:, None] - torch.arange(40)
+        scores = q.double() @ k.double().mT / 4
+        want = scores.masked_fill((distance < 0) | (distance > window), -math.inf).softmax(-1) @ v.double()
+        assert error(out, want) < 1e-5
+        assert flexmasks.explain(q, k, v, mask="sliding_window", window=window).backend == "reference"
+    lines = [r.getMessage() for r in caplog.records if r.name == "flexmasks" and r.levelname == "WARNING"]
+    assert len(lines) == 1
+    assert f"q is {of_q}, k and v are {of_k}" in lines[0]

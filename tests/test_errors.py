@@ -272,6 +272,15 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rank": (attending_to(Q[0]), "`q` must have 4 dimensions, [B, H, S, D]; got q float32[4, 64, 16] on cpu"),
     "batch": (attending_to(Q[:1]), "one batch size, or k and v batch size 1; got q float32[1, 4, 64, 16]"),
     "dtype": (lambda: flexmasks.attention(Q, K, V.half()), "k and v must have one dtype; got q float32"),
+    "more bits than q's": (
+        attending_to(Q.bfloat16()),
+        "or as a cache one of fewer bits; got q bfloat16",
+    ),
+    "as many bits as q's": (lambda: flexmasks.attention(Q.half(), K.bfloat16(), V.bfloat16()), "got q float16"),
+    "more bits than a packed q's": (
+        lambda: flexmasks.varlen_attention(Q[0].mT.half(), K[0].mT, V[0].mT, [0, 16]),
+        "or as a cache one of fewer bits",
+    ),
     "device": (attending_to(Q, K.to("meta")), "on one device; got"),
     "head size": (attending_to(Q[..., :8]), "q and k must have one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (attending_to(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -193,6 +194,20 @@ def why_not(name: str, call: Call) -> str | None:
     return backend.refuses(call)
 
 
+def warn_of_dtypes(name: str, call: Call) -> None:
+    """Log once that the reference runs a call because k and v have another dtype than q."""
+    if name == "reference" and call.k.dtype != call.q.dtype:
+        _warn_of_dtypes(call.q.device.type, call.q.dtype, call.k.dtype, call.needs_grad)
+
+
+@functools.cache
+def _warn_of_dtypes(device: str, of_q: torch.dtype, of_k: torch.dtype, needs_grad: bool) -> None:
+    _log.warning(
+        'q is %s, k and v are %s, and on %s %s only backend "reference", which is slow, takes two dtypes: cast q, or k '
+        "and v, to run faster", of_q, of_k, device, "with gradients" if needs_grad else "for this call",
+    )  # fmt: skip
+
+
 def warn_of_order(name: str, call: Call) -> None:
     """Warn, as torch with warn_only, of results that may differ from run to run."""
     sums = BACKENDS[name].adds_in_any_order(call) if torch.is_deterministic_algorithms_warn_only_enabled() else None
@@ -242,6 +257,7 @@ def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) ->
         for name, failure in failures.items():
             _leave_out(name, call, failure)
         warn_of_order(backend.name, call)
+        warn_of_dtypes(backend.name, call)
         return result
     if otherwise is not None:
         result = otherwise()

@@ -50,6 +50,8 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
             wrong(f"`{name}` must be float16, bfloat16, float32 or float64{more}", TypeError)
     if k.dtype != v.dtype:
         wrong("k and v must have one dtype", TypeError)
+    if k.dtype != q.dtype and k.dtype.itemsize >= q.dtype.itemsize:
+        wrong("k and v must have the dtype of q, or as a cache one of fewer bits", TypeError)
     if not q.device == k.device == v.device:
         wrong("q, k and v must be on one device")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
