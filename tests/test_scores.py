@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    DEVICES,
     TOLERANCE,
     arguments,
     check_oracle,
@@ -439,6 +440,25 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
     out = flexmasks.attention(*(x.to(dtype) for x in (q, k, v)), score=score, q_offset=0, backend=backend)
     assert out.dtype == dtype
     assert (out - want).abs().max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("q_len", "dtype"), one_in(3, list(itertools.product([40, 2], [torch.float16, torch.bfloat16, torch.float64])))
+)
+def test_scores_of_another_dtype(q_len: int, dtype: torch.dtype, device: str) -> None:
+    """A function may return them in less precision; they are scores all the same."""
+    q, k, v = (x.to(device) for x in (torch.randn(1, 3, q_len, 8), *torch.randn(2, 1, 3, 40, 8)))
+    scores = q.double() @ k.double().mT / 8**0.5
+    want = ((scores.float() * 0.7).to(dtype).double().softmax(-1) @ v.double()).cpu()
+    for backend in ("flex", "reference"):
+        score = lambda score, b, h, q, kv: (score * 0.7).to(dtype)  # noqa: E731
+        out = flexmasks.attention(q, k, v, score=score, q_offset=0, backend=backend)
+        assert out.dtype == torch.float32
+        assert error(out, want) < TOLERANCE[torch.float32 if dtype == torch.float64 else dtype], backend
+    if device == "cpu" and (q_len, dtype) == (40, torch.float16):
+        run = torch.compile(lambda q: flexmasks.attention(q, k, v, score=score, q_offset=0), fullgraph=True)
+        assert error(run(q), want) < TOLERANCE[torch.float32 if dtype == torch.float64 else dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

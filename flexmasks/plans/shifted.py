@@ -22,10 +22,10 @@ def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..
 def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
     """The score_mod with query i at position i + offset.
 
-    Its results are float32 where tensors in float64 change scores of another dtype: kernels would take numbers of 64
-    bits for numbers of 32 bits.
+    Results of another dtype than the scores are float32, or float64 for scores in float64: kernels would take numbers
+    of 64 bits, or of 16, for numbers of 32 bits.
     """
-    changed = _without_float64(score_mod)
+    changed = _in_dtype_of_scores(score_mod)
     if isinstance(offset, int) and offset == 0:
         return changed
     if isinstance(offset, int) or offset.ndim == 0:
@@ -33,13 +33,15 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
     return lambda score, b, h, q, kv: changed(score, b, h, q + offset[b].type_as(q), kv)
 
 
-def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_dtype_of_scores(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         result = score_mod(score, b, h, q, kv)
         if not isinstance(result, Tensor):
             got = "None" if result is None else f"a {type(result).__name__}"
             raise TypeError(f"a score function must return a floating number for each score, got {got}.")
-        return result.float() if result.dtype == torch.float64 and score.dtype != torch.float64 else result
+        if result.dtype == score.dtype or not result.dtype.is_floating_point:  # which the plan refuses
+            return result
+        return result.to(torch.float64 if score.dtype == torch.float64 else torch.float32)
 
     return changed
 
