@@ -49,7 +49,7 @@ def flex_attention(
     value: Tensor,
     score_mod: Callable[..., Tensor] | None = None,
     block_mask: BlockMask | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
@@ -61,8 +61,8 @@ def flex_attention(
     Args:
         query: [B, Hq, L, E]; key: [B or 1, Hkv, S, E]; value: [B or 1, Hkv, S, Ev].
         score_mod: a function (score, b, h, q_idx, kv_idx) -> score, or a Score.
-        block_mask: what is visible, all by default.
-        scale: the factor of query @ key^T, 1 / sqrt(E) by default.
+        block_mask: what is visible, all by default. Of lists for more batch elements or heads, the first count.
+        scale: the factor of query @ key^T, 1 / sqrt(E) by default; also a tensor that broadcasts to [B, Hq, L, S].
         enable_gqa: whether Hq may be a multiple of Hkv.
         return_lse: deprecated by torch in favor of return_aux=AuxRequest(lse=True).
         kernel_options: options of torch's kernels, which then run the call.
@@ -93,6 +93,13 @@ def flex_attention(
     if query.shape[1] != key.shape[1] and not enable_gqa:
         counts = f"query has {query.shape[1]} heads, key {key.shape[1]}"
         raise ValueError(f"flexmasks.flex.flex_attention: {counts}; pass enable_gqa=True.")
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "flexmasks.flex.flex_attention: pass `return_aux=AuxRequest(lse=True)` alone, without `return_lse`."
+        )
+    if isinstance(scale, Tensor):
+        score_mod, scale = _scaled(score_mod, scale, (*query.shape[:3], key.shape[2])), 1.0
+    block_mask = _of_first(block_mask, *query.shape[:2])
     if return_aux is not None and return_aux.max_scores and query.is_cuda:  # torch's kernel has them at no cost
         by_torch: Any = _torch_flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return by_torch(
@@ -111,6 +118,33 @@ def flex_attention(
     return out, AuxOutput(lse=lse, max_scores=most)
 
 
+def _scaled(score_mod: Callable[..., Tensor] | None, scale: Tensor, sizes: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return a score change that multiplies scores by a tensor first."""
+    if scale.numel() == 1:
+        factor = scale.reshape(())
+    else:
+        try:
+            factors = scale.expand(sizes)
+        except RuntimeError:
+            wanted = f"broadcast to [B, Hq, L, S] = {[*sizes]}, got {[*scale.shape]}"
+            raise ValueError(f"flexmasks.flex.flex_attention: a tensor `scale` must {wanted}.") from None
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = score * (factor if scale.numel() == 1 else factors[b, h, q_idx, kv_idx])
+        return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+
+    return scaled
+
+
+def _of_first(block_mask: Any, batch: int, heads: int) -> Any:
+    """Return a block mask whose lists are of no more batch elements and heads than a call has."""
+    counts = getattr(block_mask, "kv_num_blocks", None)
+    if counts is None or counts.ndim != 3 or (counts.shape[0] <= batch and counts.shape[1] <= heads):
+        return block_mask
+    lists = [None if x is None else x[:batch, :heads] for x in lists_of(block_mask)]
+    return made_like(block_mask, block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, block_mask.mask_mod)
+
+
 def create_block_mask(
     mask_mod: Callable[..., Tensor],
     B: int | None,
@@ -121,6 +155,8 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
     **options: Any,
 ) -> BlockMask:
     """Return the block mask of a function as torch.nn.attention.flex_attention.create_block_mask does.
@@ -136,7 +172,8 @@ def create_block_mask(
         BLOCK_SIZE: of a block, for queries and keys, or a pair.
         _compile: has no effect; nothing is compiled.
         separate_full_blocks: False to have no full blocks, only partial ones.
-        **options: those of later versions of torch, whose own function then makes the block mask.
+        compute_dq_write_order, dq_kv_order, **options: options of torch 2.13 and later. Torch's own function makes the
+            block mask if one of them, or separate_full_blocks, is not the default.
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
@@ -148,9 +185,11 @@ def create_block_mask(
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    if any(options.values()) or not separate_full_blocks:
-        if not separate_full_blocks:
-            options = {**options, "separate_full_blocks": False}
+    defaults = {"separate_full_blocks": True, "compute_dq_write_order": False, "dq_kv_order": True}
+    given = separate_full_blocks, compute_dq_write_order, dq_kv_order
+    changed = {n: x for (n, default), x in zip(defaults.items(), given, strict=True) if x is not default}
+    if changed or any(options.values()):
+        options |= changed  # versions of torch without an option say that they have none
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, **options)
     sizes: Any = {"batch": B or 1, "heads": H or 1, "device": device, "block_size": BLOCK_SIZE, "q_offset": 0}
     made = in_full_width(_exact_block_mask(mask_mod, Q_LEN, KV_LEN, **sizes))

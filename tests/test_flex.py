@@ -26,7 +26,6 @@ from flexmasks import flex
 B, H, S, D = 2, 4, 160, 32
 Function = Callable[..., Tensor]
 _SAME = ["BlockMask", "AuxRequest", "AuxOutput", "and_masks", "or_masks", "create_mask", "noop_mask"]
-_BUILT_LATER = {"compute_dq_write_order", "dq_kv_order"}  # options of torch 2.13, which its own function gets
 
 
 def _scores(device: str = "cpu") -> dict[str, Function]:
@@ -154,9 +153,8 @@ def test_names_are_torchs() -> None:
         assert getattr(flex, name) is getattr(of_torch, name)
     for name in ("flex_attention", "create_block_mask"):
         mine, theirs = (inspect.signature(getattr(m, name)).parameters for m in (flex, of_torch))
-        wanted = [n for n in theirs if n not in _BUILT_LATER]
-        assert [n for n in mine if n != "options"][: len(wanted)] == wanted
-        assert all(mine[n].default == theirs[n].default and mine[n].kind == theirs[n].kind for n in wanted)
+        assert [*mine][: len(theirs)] == [*theirs]
+        assert all(mine[n].default == theirs[n].default and mine[n].kind == theirs[n].kind for n in theirs)
 
 
 # --- block masks ---
@@ -203,6 +201,15 @@ def test_options_of_block_masks() -> None:
     mine = flex.create_block_mask(causal, None, None, S, S, "cpu", 32, False, False)
     assert mine.full_kv_num_blocks is None
     assert torch.equal(mine.to_dense(), of_torch.create_block_mask(causal, None, None, S, S, "cpu", 32).to_dense())
+    for order in (True, False):
+        arguments: Any = (causal, None, None, S, S, "cpu", 32, False, True, True, order)
+        mine, theirs = flex.create_block_mask(*arguments), of_torch.create_block_mask(*arguments)
+        assert torch.equal(mine.dq_write_order, theirs.dq_write_order)
+        assert mine.dq_kv_order_spt is theirs.dq_kv_order_spt is order
+    plain: Any = (causal, None, None, S, S, "cpu", 32, False, True, False)
+    _assert_equal(flex.create_block_mask(*plain, False), flex.create_block_mask(*plain, True))
+    with pytest.raises(ValueError, match="dq_kv_order must be a bool"):
+        flex.create_block_mask(*plain, torch.tensor(1))
     with pytest.raises(ValueError, match="q_len"):
         flex.create_block_mask(causal, None, None, 0, S, "cpu")
     with pytest.raises(TypeError, match="must take"):
@@ -294,11 +301,78 @@ def test_pages() -> None:
     assert _error(out, want) < 2e-5
 
 
+# --- as torch's eager call takes them ---
+
+SCALES = [
+    torch.tensor(0.3), torch.tensor(0.3, dtype=torch.float64), torch.tensor(2), torch.tensor([0.3]),
+    torch.rand(H, 1, 1), torch.rand(S), torch.rand(B, 1, S, 1), torch.rand(B, H, S, S, dtype=torch.float64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda t: f"{t.dtype}{[*t.shape]}")
+@pytest.mark.parametrize("name", [None, "softcap"])
+def test_a_tensor_as_scale(scale: Tensor, name: str | None) -> None:
+    q, k, v = _qkv()
+    score_mod, causal = _scores()[name] if name else None, _masks()["causal"]
+    leaf = scale.clone().requires_grad_(scale.is_floating_point())
+    block_mask = flex.create_block_mask(causal, None, None, S, S, "cpu")
+    request = of_torch.AuxRequest(lse=True, max_scores=True)
+    out, aux = flex.flex_attention(q, k, v, score_mod, block_mask, leaf, return_aux=request)
+    exactly = scale.double().requires_grad_()
+    scores = q.double() @ k.double().mT * exactly
+    scores = 20.0 * torch.tanh(scores / 20.0) if name else scores
+    scores = scores.masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -math.inf)
+    want = scores.softmax(-1) @ v.double()
+    assert (out - want).abs().max() < 1e-5
+    assert (aux.lse - scores.logsumexp(-1)).abs().max() < 1e-5
+    assert (aux.max_scores - scores.amax(-1)).abs().max() < 1e-5
+    if leaf.requires_grad:
+        got, wanted = (torch.autograd.grad(x.square().sum(), y)[0] for x, y in ((out, leaf), (want, exactly)))
+        assert (got - wanted).abs().max() < 1e-4 * max(1.0, float(wanted.abs().max()))
+
+
+def test_a_tensor_as_scale_inside_torch_compile() -> None:
+    q, k, v = (x.detach() for x in _qkv())
+    step = torch.compile(lambda q, t: flex.flex_attention(q * 2, k, v, scale=t), fullgraph=True, backend="aot_eager")
+    for number in (0.1, 0.3):
+        want = (q.double() * 2 @ k.double().mT * number).softmax(-1) @ v.double()
+        assert (step(q, torch.tensor(number)) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("make", ["torch", "flex", "as_data"])
+@pytest.mark.parametrize("sizes", [(3, 1), (3, 6), (1, 6), (B, 6), (3, H)])
+def test_block_masks_of_more_batch_elements_or_heads(make: str, sizes: tuple[int, int]) -> None:
+    """Of these, the first count."""
+    q, k, v = _qkv()
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & ((b * (sizes[0] > 1) + h * (sizes[1] > 1) + kv) % 3 > 0)
+
+    if make == "as_data":
+        given = {"batch": sizes[0], "heads": sizes[1], "device": "cpu"}
+        block_mask = flexmasks.block_mask(mask, S, S, as_data=True, **given)
+    else:
+        module = of_torch if make == "torch" else flex
+        block_mask = module.create_block_mask(mask, *sizes, S, S, "cpu", 32)
+    visible = of_torch.create_mask(mask, B, H, S, S, "cpu")
+    scores = (q.double() @ k.double().mT / D**0.5).masked_fill(~visible, -math.inf)
+    want = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0) @ v.double()
+    assert (flex.flex_attention(q, k, v, block_mask=block_mask) - want).abs().max() < 1e-5
+    if (make, sizes) == ("torch", (3, 6)):  # it ends the process in torch's compiled kernel
+        out = flex.flex_attention(*(x.detach() for x in (q, k, v)), block_mask=block_mask, kernel_options={})
+        assert (out - want).abs().max() < 1e-5
+
+
 # --- errors ---
 
 
 def test_errors() -> None:
     q, k, v = _qkv()
+    for request in (of_torch.AuxRequest(), of_torch.AuxRequest(lse=True)):
+        with pytest.raises(ValueError, match="pass `return_aux=AuxRequest\\(lse=True\\)` alone, without `return_lse`"):
+            flex.flex_attention(q, k, v, return_lse=True, return_aux=request)
+    with pytest.raises(ValueError, match=r"a tensor `scale` must broadcast to \[B, Hq, L, S\] = .*, got \[7\]"):
+        flex.flex_attention(q, k, v, scale=torch.rand(7))
     with pytest.raises(ValueError, match="enable_gqa=True"):
         flex.flex_attention(q, k[:, :2], v[:, :2])
     with pytest.raises(
