@@ -220,7 +220,7 @@ NAMES: dict[str, tuple[str, Any]] = {
     "require": ("torch:_check", "masks of symbolic sizes in the softmax"),
     # Decompositions of operators that FLASH's compiler applies.
     "decompositions": ("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH"),
-    # What traces the gradients of flex_attention's scores, see `_trace_gradients_in_this_thread`.
+    # What traces the gradients of flex_attention's scores, see `_mend_gradients_of_scores`.
     "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
     # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
     "lowering": ("torch._inductor.lowering", None),
@@ -282,7 +282,7 @@ def named(name: str) -> Any:
         if name == "compile_lock":  # whoever traces holds it
             _keep_device_guard()
         if name == "flex_attention":
-            _trace_gradients_in_this_thread()
+            _mend_gradients_of_scores()
         try:
             value: Any = importlib.import_module(module)
             if attribute:
@@ -302,23 +302,42 @@ if not TYPE_CHECKING:
 
 
 @functools.cache
-def _trace_gradients_in_this_thread() -> None:
-    """Keep two threads that train on one GPU from waiting for each other without end.
+def _mend_gradients_of_scores() -> None:
+    """Let torch trace the gradients of a score in the thread that compiles, and sum them over visible pairs.
 
     A thread that compiles flex_attention holds torch's compile lock, traces the gradients of the score, and so waits
     for the one thread that runs all backward passes of a GPU. That thread waits for the lock if it comes to a backward
-    pass that is not compiled yet. Where autograd uses no other threads, as in all other tracing of torch, the first
-    thread does not wait. Seen in torch 2.11 to 2.15.
+    pass that is not compiled yet: both wait without end. Where autograd uses no other threads, as in all other tracing
+    of torch, the first thread does not wait. Seen in torch 2.11 to 2.15.
     """
     create = named("trace_gradients")
     operators = importlib.import_module("torch._higher_order_ops.flex_attention")
 
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
-            return create(*args, **kwargs)
+            forward, backward = create(*args, **kwargs)
+        _learn_from_visible_pairs(backward)
+        return forward, backward
 
     if create is not None:
         operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
+
+
+def _learn_from_visible_pairs(backward: torch.fx.GraphModule) -> None:
+    """Change the backward pass of a score so that tensors learn only from pairs whose score has a gradient.
+
+    That of a hidden score is 0, which torch multiplies by the derivative there: NaN where this is not finite.
+    """
+    graph, ops = backward.graph, torch.ops.aten
+    _, _, _, _, _, of_score, *_ = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_function", target=torch.ops.flex_lib.zeros_and_scatter.default):
+        shape, indices, values = node.args
+        like = values.meta["val"]
+        with graph.inserting_before(node):
+            has_none = graph.call_function(ops.eq.Scalar, (of_score, 0))
+            zero = graph.call_function(ops.scalar_tensor.default, (0,), {"dtype": like.dtype, "device": like.device})
+            node.args = shape, indices, graph.call_function(ops.where.self, (has_none, zero, values))
+    backward.recompile()
 
 
 @functools.cache

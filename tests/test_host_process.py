@@ -89,7 +89,8 @@ print(*changes(before, state()), sep="\\n")
 
 # Threads that compute parts of a call on a CPU stay for the next one.
 _THREADS = {"thread flexmasks_0", "thread flexmasks_1"}
-# A function of torch takes another way to trace gradients, without which two threads may wait without end.
+# A function of torch traces gradients of scores in another way, without which two threads may wait without end, or
+# tensors learn NaN from hidden pairs.
 _COMPILED = {"name torch._higher_order_ops.flex_attention.create_fw_bw_graph"}
 TOUCHED = {
     "import": {"module flexmasks"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Callable
@@ -28,9 +29,11 @@ from helpers import (
 from oracles import SCORE_CASES, SCORES, Case, attend, dense
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexmasks
-from flexmasks import flex
+from flexmasks import compat, flex
 from flexmasks.backends import tiles
 from flexmasks.planned import plan_call
 from flexmasks.plans import plan, score_plan
@@ -359,9 +362,35 @@ def test_hidden_pairs_teach_nothing(way: str, name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", _ENDLESS)
 @pytest.mark.parametrize("way", ["eager", "inside torch.compile"])
-@pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.float32), ("auto", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float32), ("auto", torch.bfloat16), ("flex", torch.float32), ("flex", torch.bfloat16)],
+)
 def test_hidden_pairs_teach_nothing_gpu(way: str, name: str, backend: str, dtype: torch.dtype) -> None:
+    if backend == "flex":
+        q = torch.randn(2, 2, 48, 16, device="cuda", dtype=dtype, requires_grad=True)
+        t = torch.rand(2, device="cuda", requires_grad=True)
+        reason = flexmasks.explain(q, q, q, mask=_shown, score=_ENDLESS[name](t)).others.get("flex", "")
+        if not reason.startswith("it can run"):
+            pytest.skip(f"flex refuses it: {reason}")
     _check_endless(way, name, dtype, "cuda", backend)
+
+
+def test_kernels_of_gpus_sum_over_scores_that_have_gradients() -> None:
+    """The backward pass that torch makes of a score: at a hidden pair, the gradient of the score is 0."""
+    assert compat.flex_attention is flex_attention
+    create = importlib.import_module("torch._higher_order_ops.flex_attention").create_fw_bw_graph
+    score, *indices = torch.zeros(()).requires_grad_(), *torch.zeros(4, dtype=torch.int32)
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, t: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return _ENDLESS["log1p"](t)(score, b, h, q, kv)
+
+    _, backward = create(changed, (score, *indices), (torch.zeros(2).requires_grad_(),))
+    for q, gradient, want in ((2, 0.0, 0.0), (7, 0.0, 0.0), (7, 3.0, -3.0 * math.log1p(4))):
+        pair = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, q, 3)]
+        *_, learned = backward(torch.tensor(5.0), *pair, torch.tensor(gradient), torch.rand(2))
+        assert torch.allclose(learned, torch.tensor([0.0, want]))
 
 
 @pytest.mark.gpu
