@@ -474,6 +474,14 @@ def is_exporting() -> bool:
     return is_known and torch.compiler.is_exporting()
 
 
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export traces this code, other than by torch.compile."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_traced and torch.onnx.is_in_onnx_export()
+
+
 def constant_in_graphs(function: _Function) -> _Function:
     """Let torch.compile call a function while it traces, and take the result as a constant.
 

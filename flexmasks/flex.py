@@ -162,7 +162,7 @@ def create_block_mask(
     """Return the block mask of a function as torch.nn.attention.flex_attention.create_block_mask does.
 
     Its blocks are exact, and equal torch's. Inside torch.compile they are found by bounds of the mask: all that may be
-    partial is partial; of a function that captures tensors there, by torch's own create_block_mask.
+    partial is partial; of a function that captures tensors there, by a look at all pairs.
 
     Args:
         mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = visible, or a Mask.

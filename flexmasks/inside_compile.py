@@ -45,6 +45,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask, shown_by
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
+from flexmasks.kernels.separate import separate
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
@@ -102,7 +103,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     request = request._replace(q_offset=q_offset)
     if block_mask is None and encoded == UNKNOWN:
         block_mask = blocks_of_function(cast(Mask, mask), unread(size, q_offset), q_offset, block_size_for(size))
-    if plain.in_onnx_export():
+    if compat.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     of_mask = _Encoded(encoded, q_offset) if request.block_mask is None else _data_of_block_mask(request.block_mask, q)
     facts = _facts_of(q, k, v, request, score, encoded_score)
@@ -300,11 +301,11 @@ def _by_flex(
     on_cpu = q.device.type == "cpu"
     if on_cpu:  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex_kernels.widened(q, k, scale)
-        q, k, v = flex_kernels.separate(q), flex_kernels.separate(k), flex_kernels.separate(v)
+        q, k, v = separate(q), separate(k), separate(v)
     backend = "FLASH" if name == "flex_flash" else None
     options = flex.options(q, k, v, backend, kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex_kernels.flex_by(attend, q, k, v, score_mod, block_mask, scale, options, with_lse)
-    return flex_kernels.separate(out) if on_cpu else out, lse
+    return separate(out) if on_cpu else out, lse
 
 
 def _without_pairs(
@@ -488,7 +489,7 @@ def _held(value: Any, backend: str) -> Any:
 def _separate(part: Any) -> Any:
     if not isinstance(part, Tensor):
         return part
-    return flex_kernels.separate(part.detach()) if part.device.type == "cpu" else part.unsqueeze(0).select(0, 0)
+    return separate(part.detach()) if part.device.type == "cpu" else part.unsqueeze(0).select(0, 0)
 
 
 def _by_traced_reference(

@@ -79,7 +79,7 @@ def masked_softmax(
     scale = as_number(scale)
     check_scores("flexmasks.masked_softmax", x, scale, dtype, ndim=2)
     x = x if dtype is None else x.to(dtype)
-    if plain.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+    if compat.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         raise RuntimeError("flexmasks.masked_softmax: torch.onnx.export needs dynamo=True.")
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
         if q_offset is not None:
@@ -100,7 +100,7 @@ def _with_heads(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _softmax(x: Tensor, rows: Rows, scale: float) -> Tensor:
-    if plain.in_onnx_export():
+    if compat.in_onnx_export():
         return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
 
@@ -161,6 +161,6 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
     check_scores("flexmasks.scaled_masked_softmax", x, factor)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
     hidden = mask != 0 if mask.is_floating_point() else mask
-    if plain.in_onnx_export():
+    if compat.in_onnx_export():
         return plain.softmax(x, hidden.bool(), factor)
     return _watched(softmax_operator(x, None, None, hidden, False, torch.sym_float(factor)), mask)

@@ -10,9 +10,9 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -40,11 +40,11 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn.attention.flex_attention import and_masks
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
-from flexmasks import Mask, inside_compile
+from flexmasks import Mask, flex, inside_compile
 from flexmasks.backends import decode, fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, short, table
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks.causal import causal
@@ -1475,3 +1475,157 @@ def test_symbolic_lengths_of_what_masks_read(decodes: bool) -> None:
             got = call(q, k, v, mask=mask, q_offset=torch.full((2,), length - q_len))
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible[:, None])
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+# --- what Inductor makes of it ---
+
+# Lengths that neither blocks nor the tables' steps divide, with queries in one block of 128 and in two.
+_KV_LEN, _STEP = 200, 48
+_OPEN = torch.tensor([True, False, True, False, True])  # by steps of keys
+
+
+def _steps(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return _OPEN[kv // _STEP]
+
+
+def _first_keys(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv // 128 == 0
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def _more(scores: Tensor, table: Tensor) -> Tensor:
+    return scores + table[:, torch.arange(scores.shape[-1]) // _STEP].unsqueeze(-2)
+
+
+class _Road(NamedTuple):
+    """A way into a compiled function: a call of q, k, v and a table [H, steps], and what it computes."""
+
+    call: Callable[..., Any]  # its first argument is what `given` makes outside the compiled function
+    sees: Callable[..., Tensor]
+    given: Callable[[int], Any] = lambda q_len: None
+    changes: Callable[..., Tensor] | None = None
+    has_sinks: bool = False
+
+
+def _by_score(given: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, **how: Any) -> Any:
+    """Only torch can read this score, which captures a tensor of the graph."""
+    score = lambda s, b, h, q, kv: s + table[h, kv // _STEP]  # noqa: E731
+    blocks = {} if given is None else {"block_mask": given}
+    return flexmasks.attention(q, k, v, score=score, q_offset=0, **blocks, **how)
+
+
+def _by_torchs_name(given: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = flex.AuxRequest(lse=True, max_scores=True)
+    out, aux = flex.flex_attention(q, k, v, block_mask=given, enable_gqa=True, return_aux=wanted)
+    return out, aux.lse, aux.max_scores
+
+
+def _of_table(given: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    is_open = table.detach()[0] > 0  # in the graph, and only torch can read a function that captures it
+    return flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: is_open[kv // _STEP], q_offset=0)
+
+
+def _by_mask(mask: Any, **how: Any) -> Callable[..., Any]:
+    return lambda given, q, k, v, table: flexmasks.attention(q, k, v, mask=mask, q_offset=0, **how)
+
+
+def _with_sinks(given: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+    return flexmasks.attention(q, k, v, block_mask=given, sink_logits=table[:, 0], return_lse=True)
+
+
+def _with_blocks(made: Callable[[int, int], Any] | None = None, **how: Any) -> Callable[..., Any]:
+    def call(given: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        given = made(q.shape[2], k.shape[2]) if made is not None else given
+        return flexmasks.attention(q, k, v, block_mask=given, **how)
+
+    return call
+
+
+def _in_torchs_blocks(mask_mod: Callable[..., Tensor]) -> Callable[[int], Any]:
+    return lambda q_len: create_block_mask(mask_mod, None, None, q_len, _KV_LEN, "cpu")
+
+
+def _in_own_blocks(mask: Any, **how: Any) -> Callable[[int], Any]:
+    return lambda q_len: flexmasks.block_mask(mask, q_len, _KV_LEN, q_offset=0, **how)
+
+
+_TABLE_OF_HEADS = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+def _table_of_heads_is_positive(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return _TABLE_OF_HEADS[0, kv // _STEP] > 0
+
+
+_BLOCKS = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
+_ROADS = {
+    "torch's blocks": _Road(_with_blocks(), _causal, _in_torchs_blocks(_causal)),
+    "torch's blocks, lse": _Road(_with_blocks(return_lse=True), _causal, _in_torchs_blocks(_causal)),
+    "torch's blocks of a table": _Road(_with_blocks(), _steps, _in_torchs_blocks(_steps)),
+    "torch's blocks and a score": _Road(_by_score, _causal, _in_torchs_blocks(_causal), _more),
+    "torch's name": _Road(_by_torchs_name, _causal, _in_torchs_blocks(_causal)),
+    "own blocks": _Road(_with_sinks, _causal, _in_own_blocks("causal"), has_sinks=True),
+    "own blocks of a table": _Road(_with_blocks(), _steps, _in_own_blocks(_steps)),
+    "own blocks and a score": _Road(_by_score, _causal, _in_own_blocks("causal"), _more),
+    "data": _Road(_with_blocks(return_lse=True), _steps, _in_own_blocks(_steps, as_data=True)),
+    "blocks made inside": _Road(_with_blocks(lambda m, n: flexmasks.block_mask("causal", m, n, q_offset=0)), _causal),
+    "blocks of a table made inside": _Road(
+        _with_blocks(lambda m, n: flexmasks.block_mask(_steps, m, n, q_offset=0)), _steps
+    ),
+    "torch's name makes blocks inside": _Road(
+        _with_blocks(lambda m, n: flex.create_block_mask(_causal, None, None, m, n, "cpu")), _causal
+    ),
+    "name": _Road(_by_mask("chunked", chunk=128), lambda b, h, q, kv: q // 128 == kv // 128),
+    "name with a table": _Road(
+        _by_mask("block_sparse", visible_blocks=_BLOCKS, block=(128, _STEP), return_lse=True),
+        lambda b, h, q, kv: _BLOCKS[q // 128, kv // _STEP],
+    ),
+    "function": _Road(_by_mask(_steps), _steps),
+    "function of a quotient": _Road(_by_mask(_first_keys), _first_keys),
+    "function of a table that only torch reads": _Road(_of_table, _table_of_heads_is_positive),
+    "Mask": _Road(
+        _by_mask(flexmasks.get_mask("causal") & flexmasks.get_mask(_steps), return_lse=True),
+        lambda b, h, q, kv: _OPEN[kv // _STEP] & (q >= kv),
+    ),
+    "score": _Road(functools.partial(_by_score, mask=_steps), _steps, changes=_more),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 60), in_campaigns(pytest.param((2, 4, 2, 170)))], ids=str)
+@pytest.mark.parametrize("learns", [True, in_campaigns(False)])
+@pytest.mark.parametrize("name", one_in(6, list(_ROADS)))
+def test_every_road_by_inductor(name: str, learns: bool, sizes: tuple[int, int, int, int]) -> None:
+    """Against float64: "aot_eager" is right where Inductor makes wrong code."""
+    road, (batch, heads, kv_heads, q_len) = _ROADS[name], sizes
+    given = road.given(q_len)
+    visible = road.sees(*torch.meshgrid(*map(torch.arange, (batch, heads, q_len, _KV_LEN)), indexing="ij"))
+
+    def want(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        changed = None if road.changes is None else functools.partial(road.changes, table=table)
+        out, lse = attend(q, k, v, visible, changed)
+        if road.has_sinks:
+            sinks = table[:, :1]
+            out, lse = out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+        scores = q @ k.repeat_interleave(heads // kv_heads, 1).mT / 4
+        return out, lse, scores.masked_fill(~visible, -math.inf).amax(-1)
+
+    def found(call: _Call, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+        outputs = call(*leaves)
+        outputs = [*outputs] if isinstance(outputs, tuple) else [outputs]
+        if not learns:
+            return [outputs, []]
+        total = sum((x.nan_to_num(neginf=0.0).square()).sum() for x in outputs[:2])
+        return [outputs, [*torch.autograd.grad(total, leaves, materialize_grads=True)]]
+
+    compiled = torch.compile(functools.partial(road.call, given), fullgraph=True)
+    q, k, v = torch.randn(batch, heads, q_len, 16), *torch.randn(2, batch, kv_heads, _KV_LEN, 16)
+    leaves = [q, k, v, _TABLE_OF_HEADS[:heads].clone()]
+    got, gradients = found(compiled, [x.requires_grad_(learns) for x in leaves])
+    count = len(got)
+    wanted, of_wanted = found(lambda *x: want(*x)[:count], [exact(x).requires_grad_(learns) for x in leaves])
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+    assert all(error(x, y) < 1e-5 for x, y in zip(gradients, of_wanted, strict=True))

@@ -34,6 +34,7 @@ from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce, warn_when_slow
 from flexmasks.kernels.direct import with_rows_together
+from flexmasks.kernels.separate import separate
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -281,20 +282,6 @@ def _as_stored(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]
         return torch.where(score != score, math.inf, score)
 
     return changed
-
-
-@torch.library.custom_op("flexmasks::separate", mutates_args=())
-def separate(x: Tensor) -> Tensor:
-    """Copy a tensor in a way that Inductor fuses nothing across.
-
-    torch's kernel for the CPU fails with the next operation fused in.
-    """
-    return x.clone()
-
-
-@separate.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 # Head sizes below this one take another way through torch's kernel for CPUs, by vectors; a tile takes 16 keys.

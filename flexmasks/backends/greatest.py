@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.kernels.separate import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
 
@@ -50,14 +51,14 @@ def _by_slices(
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = k.detach().to(precise).repeat_interleave(heads // k.shape[1], 1).mT
     scaled = q.detach().to(precise) * (1 / math.sqrt(size) if scale is None else scale)
-    b, h, kv = (torch.arange(n, device=q.device) for n in (batch, heads, k.shape[2]))
+    b, h, kv = (positions(n, q.device) for n in (batch, heads, k.shape[2]))
     step = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
     if block_mask is not None:
         height, width = block_mask.BLOCK_SIZE
-        partial, full = (x.repeat_interleave(width, 3)[..., : len(kv)] for x in of_block_mask(block_mask))
+        partial, full = (x[..., kv // width] for x in of_block_mask(block_mask))
     parts = []
     for start in range(0, q_len, step):
-        rows = torch.arange(start, min(start + step, q_len), device=q.device)
+        rows = positions(min(start + step, q_len), q.device, start)
         scores = scaled[:, :, start : start + step] @ keys
         if score_mod is not None:
             scores = over_indices(score_mod, (0,))(scores, b, h, rows, kv).to(precise)

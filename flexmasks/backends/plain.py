@@ -11,14 +11,6 @@ from torch import Tensor
 from flexmasks.blocks.elements import over_indices
 
 
-def in_onnx_export() -> bool:
-    """Return whether torch.onnx.export traces this code, other than by torch.compile."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return is_traced and torch.onnx.is_in_onnx_export()
-
-
 def softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
     """Return softmax(x * scale) over visible columns, and 0 elsewhere.
 

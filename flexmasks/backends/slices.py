@@ -21,6 +21,7 @@ from flexmasks.backends.call import exports_any_length
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.kernels.separate import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
 
@@ -174,11 +175,11 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     if heads_per_group > 1:
         k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
     scores = (q * (1 / math.sqrt(size) if shared.scale is None else shared.scale)) @ k.transpose(-2, -1)
-    q_positions = torch.arange(part.q_start, part.q_stop, device=q.device)
-    kv_positions = torch.arange(part.kv_start, part.kv_stop, device=q.device)
+    q_positions = positions(part.q_stop, q.device, part.q_start)
+    kv_positions = positions(part.kv_stop, q.device, part.kv_start)
     visible = _visible(part, shared, (batch, heads), q_positions, kv_positions)
     if shared.functions.score is not None:
-        b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
+        b, h = (positions(n, q.device) for n in (batch, heads))
         scores = shared.functions.score(visible, scores, b, h, q_positions, kv_positions).to(precise)
     if bad_q is not None and bad_k is not None:
         has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
@@ -207,7 +208,7 @@ def _visible(
     sizes: of batch and heads. The result is bool[B or 1, H or 1, queries, keys].
     """
     if shared.visible is None:
-        b, h = (torch.arange(n, device=q_positions.device) for n in sizes)
+        b, h = (positions(n, q_positions.device) for n in sizes)
         return shared.functions.mask(b, h, q_positions, kv_positions)
     rows, columns = shared.visible.block_size
     first_row = part.q_start // rows
@@ -218,5 +219,5 @@ def _visible(
     if not is_traced_or_transformed() and not partial.any() and full[..., column].all():
         return None
     in_partial, in_full = (x[:, :, row][..., column] for x in (partial, full))
-    b, h = (torch.arange(n, device=q_positions.device) for n in partial.shape[:2])
+    b, h = (positions(n, q_positions.device) for n in partial.shape[:2])
     return in_full | (in_partial & shared.functions.mask(b, h, q_positions, kv_positions))

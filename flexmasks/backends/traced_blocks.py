@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from flexmasks import compat
-from flexmasks.backends import flex_kernels
+from flexmasks.blocks.build import lists_of_pairs, materialize
+from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import in_graph
+from flexmasks.kernels.separate import separate
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.naming import naming
@@ -89,7 +90,7 @@ def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | N
 
 
 def blocks_of_function(mask: Mask, size: Size, q_offset: Offset, block_size: tuple[int, int]) -> compat.BlockMask:
-    """Return the block mask of a function that only torch's tracing can read, by torch's own create_block_mask.
+    """Return the block mask of a function that only torch's tracing can read.
 
     It asks the function for all pairs of queries and keys, at each run of the graph.
     """
@@ -99,8 +100,10 @@ def blocks_of_function(mask: Mask, size: Size, q_offset: Offset, block_size: tup
         return bound(b, h, q, kv)
 
     reads_b, reads_h = _reads_batch_and_heads(mask)
-    batch, heads = size.batch if reads_b else None, size.heads if reads_h else None
-    return create_block_mask(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, block_size)
+    batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
+    with torch.no_grad():
+        lists = lists_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
+    return made_of((size.q_len, size.kv_len), lists, block_size, mask_mod)
 
 
 def _reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
@@ -190,4 +193,4 @@ def _blocks_of(
     if q.is_cuda:
         return layout.indices
     # torch's CPU kernel fails if two lists share their memory.
-    return tuple(flex_kernels.separate(x) for x in layout.indices)
+    return tuple(separate(x) for x in layout.indices)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
@@ -14,12 +15,13 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.blocks.lists import flat_nonzero, index_lists, made_of
+from flexmasks.blocks.lists import flat_nonzero, grid, index_lists, made_of
 from flexmasks.blocks.undecided import look_at
 from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
 from flexmasks.kernels.index_lists import plain_index_lists
+from flexmasks.kernels.separate import positions
 
 _PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
 
@@ -149,10 +151,23 @@ def bounds(
         full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
     if kv_len % block_size[1]:
         full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
+    return Layout(q_len, kv_len, block_size, _lists(possible, full), None, decided.not_understood)
+
+
+def lists_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The index tensors of the blocks of a mask bool [B, H, Q, KV], by operations that compilers can see through."""
+    lengths = visible.shape[2], visible.shape[3]
+    rows, columns = grid(lengths, block_size)
+    height, width = block_size
+    padded = F.pad(visible, (0, columns * width - lengths[1], 0, rows * height - lengths[0]))
+    blocks = padded.view(*visible.shape[:2], rows, height, columns, width)
+    return _lists(blocks.any(5).any(3), blocks.all(5).all(3))
+
+
+def _lists(possible: Tensor, full: Tensor) -> tuple[Tensor, ...]:
     # A compiler that sees the operations fuses them; on a CPU the operator would only be one more call.
-    make_lists = index_lists_operator if on_gpu(device) else plain_index_lists
-    indices = tuple(make_lists((possible & ~full).contiguous(), full.contiguous()))
-    return Layout(q_len, kv_len, block_size, indices, None, decided.not_understood)
+    make_lists = index_lists_operator if on_gpu(full.device) else plain_index_lists
+    return tuple(make_lists((possible & ~full).contiguous(), full.contiguous()))
 
 
 def any_visible(mask_mod: MaskMod, batch: int, heads: int, rows: Axis, columns: Axis, device: torch.device) -> Tensor:
@@ -170,7 +185,7 @@ def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: i
     Raises MemoryError if the mask takes more memory than is free.
     """
     if compat.is_compiling():  # torch traces neither ranges nor questions about memory
-        indices = [torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len)]
+        indices = [positions(n, device) for n in (batch, heads, q_len, kv_len)]
         return boolean(over_indices(mask_mod)(*indices), 4)
     batch, heads = dependence(mask_mod, batch, heads, device)
     limits.check_memory(

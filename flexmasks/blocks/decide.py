@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
 from flexmasks.blocks.work import Work
+from flexmasks.kernels.separate import positions
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape
@@ -47,7 +48,7 @@ class Axis:
         return (block[:, None] * self.block_size + offsets).clamp_(max=self.length - 1)
 
     def range(self, dim: int, device: torch.device) -> Range:
-        lo = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device=device)
+        lo = positions(self.length, device, self.first, self.block_size, torch.float64)
         hi = (lo + (self.block_size - 1)).clamp(max=self.length - 1)
         steps = Steps(self.first, self.block_size, self.length, dim)
         shape = [-1 if d == dim else 1 for d in range(4)]
@@ -173,8 +174,8 @@ def _decide_at_once(
     reads_values: bool = True,
 ) -> Decided | str:
     """What ranges know of all blocks, or why they gave up."""
-    b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
-    h = torch.arange(sizes[1], device=compute_device).view(1, -1, 1, 1)
+    b = positions(sizes[0], compute_device).view(-1, 1, 1, 1)
+    h = positions(sizes[1], compute_device).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)
     q, kv = rows.range(2, compute_device), columns.range(3, compute_device)
     try:

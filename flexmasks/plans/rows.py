@@ -18,6 +18,7 @@ from flexmasks import compat
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.kernels.separate import positions
 from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_offset
@@ -174,7 +175,7 @@ def trace(
     is_said: whether the caller says where rows start, or needs not say it.
     """
     sizes = batch, heads, q_len, kv_len
-    indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails on empty indices
+    indices = (positions(_at_least_one(n), device) for n in sizes)  # vmap fails on empty indices
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # Where the mask does not depend on an index, vmap's result has one element in memory for all of that index.
     independent = [compat.statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
