@@ -501,8 +501,7 @@ def block_mask(
         q_offset: where the queries start, as in `attention`.
         as_data: let the BlockMask's mask_mod read the bits of the different partial blocks, at most 256 MB, in place of
             the mask's function. All such masks share compiled kernels, and a function that torch's compiler computes
-            otherwise than Python does is exact. The sizes of blocks must be powers of 2 from 32 on. Such a mask_mod is
-            right in partial blocks only: compile flex_attention, which ignores the lists of blocks otherwise.
+            otherwise than Python does is exact. The sizes of blocks must be powers of 2 from 32 on.
         **params: the mask's parameters.
 
     Raises:

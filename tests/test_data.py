@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import compiled, expressions, short_and_campaign
-from helpers import TOLERANCE, error, one_in, skip_unless_flash_takes, try_examples
+from helpers import DEVICES, TOLERANCE, error, one_in, skip_unless_flash_takes, try_examples
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -670,6 +670,48 @@ def test_block_masks_as_data(sizes: dict[str, int]) -> None:
     assert error(got, expected(mask)) < TOLERANCE[torch.float32]
     with pytest.raises(ValueError, match="must be powers of 2 from 32 on, got 48 x 48"):
         flexmasks.block_mask("causal", LENGTH, as_data=True, block_size=48)
+
+
+def _tables(length: int) -> Function:
+    table = torch.rand(length, length) > 0.5  # blocks of queries and keys that are empty, full, and different
+    return lambda b, h, q, kv: torch.where(q // 32 == kv // 32, table[q, kv], (q // 32 + kv // 32 + h) % 2 == 0)
+
+
+@pytest.mark.parametrize("for_flash", [False, True])
+@pytest.mark.parametrize("lengths", [(100, 100), (64, 200), (7, 33), (256, 128)])
+def test_data_show_the_mask_at_all_pairs(lengths: tuple[int, int], for_flash: bool) -> None:
+    """Also where blocks are empty or full, because eager flex_attention asks mask_mod alone."""
+    mask, shape = _tables(256), (BATCH, HEADS, *lengths)
+    made = data.data_of(flexmasks.block_mask(mask, *lengths, heads=HEADS, block_size=32, q_offset=0), 1, HEADS)
+    assert torch.equal(
+        create_mask(made.block_mask(for_flash).mask_mod, *shape, "cpu"), create_mask(mask, *shape, "cpu")
+    )
+    for shows in (True, False):
+        same = flexmasks.block_mask(lambda b, h, q, kv: (q >= 0) == shows, 64, as_data=True, block_size=32)  # noqa: B023
+        assert bool(create_mask(same.mask_mod, 1, 1, 64, 64, "cpu").all()) == shows
+        assert bool(create_mask(same.mask_mod, 1, 1, 64, 64, "cpu").any()) == shows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, pytest.param(8, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_data_in_torchs_own_kernels_of_many_lengths(device: str, limit: int) -> None:
+    """At its limit of compiled lengths torch takes the eager flex_attention, which ignores lists of blocks."""
+    compiled = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (x.to(device) for x in qkv(400))
+    mask = _tables(400)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for n in range(80, 80 + 32 * (limit + 2), 32):
+            made = flexmasks.block_mask(mask, n, heads=HEADS, as_data=True, block_size=32, device="cpu").to(device)
+            given = [x[:, :, :n].contiguous() for x in (q, k, v)]
+            visible = create_mask(mask, BATCH, HEADS, n, n, "cpu")
+            want = scaled_dot_product_attention(*(x.double().cpu() for x in given), attn_mask=visible).nan_to_num(0.0)
+            for attend in (compiled, flex_attention):
+                assert error(attend(*given, block_mask=made), want) < TOLERANCE[torch.float32] * (
+                    100 if made.kv_indices.is_cuda else 1
+                )
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
 from flexmasks.blocks.elements import coordinates_of, places_of
-from flexmasks.blocks.lists import grid, in_use, lists_of, made_of
+from flexmasks.blocks.lists import grid, in_use, lists_of, made_of, of_block_mask
 from flexmasks.spec.indexing import bounded
 
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
@@ -41,7 +41,7 @@ class MaskData:
     lengths: tuple[int, int]
     block_size: tuple[int, int]
     lists: tuple[Tensor | None, ...]  # as in BlockMask
-    words: Tensor  # int32 [blocks, queries, keys / 32], the bits of different blocks
+    words: Tensor  # int32 [blocks, queries, keys / 32], the bits of different partial blocks, an empty and a full one
     table: Tensor  # int32 [B, H, rows, columns], the place of each block's bits in `words`
     different: int  # number of different partial blocks
 
@@ -81,7 +81,9 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
         blocks, parts_of_words = coordinates_of(bits.places, bits.shape), [bits.words]
     words, number, different = _distinct_words(parts_of_words, block_size, counts.device)
     shape = (*counts.shape[:2], next_power_of_2(rows), next_power_of_2(columns))
-    table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
+    # Eager flex_attention asks mask_mod for all pairs, not only for those of partial blocks.
+    table = torch.full(shape, different, dtype=torch.int32, device=counts.device)
+    table[..., :rows, :columns].masked_fill_(of_block_mask(block_mask)[1], different + 1)
     table.view(-1).scatter_(0, places_of(blocks, shape).to(counts.device), number.int())
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in lists_of(block_mask)]
@@ -122,7 +124,9 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
 def _distinct_words(
     parts_of_words: Iterable[Tensor], block_size: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """The different blocks' words, each block's number, and how many differ."""
+    """The different blocks' words, behind them those of an empty and of a full block; each block's number; how many
+    differ.
+    """
     height, width = block_size
     bytes_of_block = height * width // 8
     weights = torch.randint(
@@ -137,19 +141,21 @@ def _distinct_words(
         parts.append(distinct)
         numbers.append(number + count)
         count += len(distinct)
-        if count * bytes_of_block > _CAPACITIES[-1]:
+        if (count + 2) * bytes_of_block > _CAPACITIES[-1]:
             parts, numbers = _joined(parts, numbers, weights)
             count = len(parts[0])
-        if count * bytes_of_block > _CAPACITIES[-1]:
+        if (count + 2) * bytes_of_block > _CAPACITIES[-1]:
             raise TooLargeForData(f"the bits of its different partial blocks take more than {_CAPACITIES[-1] >> 20} MB")
     if len(parts) > 1:
         parts, numbers = _joined(parts, numbers, weights)
-    capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
+    count = len(parts[0]) if parts else 0
+    capacity = next(n for n in _CAPACITIES if (count + 2) * bytes_of_block <= n) // bytes_of_block
     words = torch.zeros((capacity, height, width // BITS), dtype=torch.int32, device=device)
+    words[count + 1] = -1
     if not parts:
         return words, torch.zeros(0, dtype=torch.int64, device=device), 0
-    words[: len(parts[0])] = parts[0].view(-1, height, width // BITS)
-    return words, numbers[0], len(parts[0])
+    words[:count] = parts[0].view(-1, height, width // BITS)
+    return words, numbers[0], count
 
 
 def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
