@@ -129,7 +129,7 @@ def attention(
             mask are computed by your graph, from the tensors of each run. A function that is made there and captures
             variables, a partial or an object is exact and slow: its blocks are found by a look at all pairs, at each
             run. Make a Mask of it outside the compiled function, with `get_mask`, or the block mask once for all
-            layers. Write `mask.__invert__()` for `~mask`, which torch does not trace. Values of tensors are not checked
+            layers. Write `mask.inverse()` for `~mask`, which torch does not trace. Values of tensors are not checked
             there.
             The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import

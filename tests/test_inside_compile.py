@@ -513,6 +513,53 @@ def test_captured_numbers_may_change(backend: str) -> None:
         assert error(compiled(q, mask=mask, score=score), want.double()) < TOLERANCE[torch.float32]
 
 
+_BY_WHOLE_NUMBERS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
+    "product": lambda s, n, distance: n * s,
+    "sum": lambda s, n, distance: (s + n) * distance / 9,
+    "difference": lambda s, n, distance: (n - s) * (s - n) * distance / 9,
+    "quotient": lambda s, n, distance: s / n + n / (s.abs() + 1),
+    "in place": lambda s, n, distance: (s * distance).add_(n).mul_(0.1 * distance),
+    "torch's functions": lambda s, n, distance: torch.sub(torch.mul(input=s, other=distance), s, alpha=n),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_in(3, list(_BY_WHOLE_NUMBERS)))
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_whole_numbers_in_scores_may_change(name: str, is_parameter: bool) -> None:
+    change, distance = _BY_WHOLE_NUMBERS[name], torch.arange(40)[:, None] - torch.arange(40)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: int) -> Tensor:
+        return change(s, n, q - kv)
+
+    def call(x: Tensor, n: int) -> Tensor:
+        if is_parameter:
+            return flexmasks.attention(x, x, x, score=scaled, n=n)
+        return flexmasks.attention(x, x, x, score=lambda s, b, h, q, kv: change(s, n, q - kv))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for n in (2, 3, 5, 7):
+        x = torch.randn(1, 2, 40, 16, requires_grad=True)
+        exactly = exact(x)
+        want, _ = attend(exactly, exactly, exactly, None, lambda s, n=n: change(s, n, distance))
+        got = compiled(x, n)
+        assert error(got, want) < TOLERANCE[torch.float32]
+        (gradient,), (wanted,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((got, x), (want, exactly)))
+        assert error(gradient, wanted) < 2 * TOLERANCE[torch.float32]
+    assert graphs() <= 2
+
+
+def test_the_inverse_of_a_mask_inside() -> None:
+    documents = flexmasks.get_mask("document", document_ids=DOCUMENTS)
+    check(
+        lambda q, k, v: flexmasks.attention(q, k, v, mask=documents.inverse() & "causal"),
+        *leaves(),
+        want=lambda *x: attend(
+            *x, (DOCUMENTS[:, :, None] != DOCUMENTS[:, None])[:, None] & torch.ones(LENGTH, LENGTH).tril().bool()
+        )[0],
+    )
+
+
 def _near(width: Any) -> Callable[..., Tensor]:
     return lambda q, kv: (q - kv).abs() <= width
 
@@ -793,7 +840,7 @@ _COMPOSED: dict[str, _Call] = {
         q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS)
     ) + _.sum(),
     "inverse made inside": lambda q, k, v, _: flexmasks.attention(
-        q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS).__invert__()
+        q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS).inverse()
     ) + _.sum(),
     "function inside": lambda q, k, v, _: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv < 9) + _.sum(),
     "checkpoint": lambda q, k, v, _: _in_checkpoint(q, k, v) + _.sum(),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.work import Work
 from flexmasks.ranges import GiveUp, Range, TooLarge
@@ -21,6 +22,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 _INDEX_LIMIT = 1 << 31  # above every index
 
 
+# Inside torch.compile vmap fails for them with tensors of floats and a whole number that changes from call to call.
+_ARITHMETIC = [
+    getattr(owner, name)
+    for operation in ("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide")
+    for name in (operation, f"{operation}_", f"__{operation}__", f"__r{operation}__", f"__i{operation}__")
+    for owner in (torch, Tensor)
+    if hasattr(owner, name)
+]
+
+
 class _IndexingByNumbers(TorchFunctionMode):
     """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow."""
 
@@ -30,7 +41,10 @@ class _IndexingByNumbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operations += 1
-        if func is torch.Tensor.__getitem__:
+        if compat.is_compiling() and func in _ARITHMETIC:
+            if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+                args = tuple([float(x) if type(x) is int else x for x in args])
+        elif func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)
             if any(isinstance(i, Tensor) for i in index) and all(

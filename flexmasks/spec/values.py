@@ -477,6 +477,10 @@ class Mask(AsAttentionMask, Modifier):
     def __invert__(self) -> Mask:
         return Mask(NOT, {"mask": self})
 
+    def inverse(self) -> Mask:
+        """`~mask`, for functions inside torch.compile, which does not trace that operator (seen to 2.13)."""
+        return self.__invert__()
+
     @says_what_to_write()
     def blocks(
         self,
