@@ -41,6 +41,8 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _MORE: dict[str, dict[str, Any]] = {  # what some families need besides
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Gemma4ForCausalLM": {"global_head_dim": 8},
+    "Gemma4UnifiedForCausalLM": {"global_head_dim": 8},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
@@ -92,12 +94,22 @@ def _checked(name: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     return cls, config
 
 
+def _has(config: Any, name: str) -> bool:
+    """Whether a config has an attribute, and a value for it if it needs one."""
+    try:
+        return getattr(config, name) is not None or name in _OPTIONAL
+    except AttributeError:
+        return False
+    except Exception:  # layers have different ones
+        return True
+
+
 def _tiny_config(cls: type, changes: dict[str, Any]) -> Any:
     usual = cls()
-    known = {n for n in _SIZES if hasattr(usual, n) and not isinstance(getattr(cls, n, None), property)}
-    given = {n: _SIZES[n] for n in known if n in _OPTIONAL or getattr(usual, n) is not None}
+    known = {n for n in _SIZES if not isinstance(getattr(cls, n, None), property)}
+    given = {n: _SIZES[n] for n in known if _has(usual, n)}
     count = next((n for n in _LAYERS if hasattr(usual, n)), "num_hidden_layers")
-    if hasattr(usual, "kv_lora_rank"):  # its keys and values have as many heads as its queries
+    if _has(usual, "kv_lora_rank"):  # its keys and values have as many heads as its queries
         given["num_key_value_heads"] = 4
     kinds = getattr(usual, "layer_types", None)
     if kinds and not isinstance(getattr(cls, "layer_types", None), property):

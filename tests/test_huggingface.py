@@ -357,6 +357,8 @@ def test_windows_of_layers_that_look_both_ways() -> None:
     layer = Layer(is_causal=False, config=config, layer_idx=1)  # as Muse Glimmer's assistant
     check_call(tensors, None, _plainly(*tensors, distance < 5), layer, sliding_window=4)
     check_call(one, None, _plainly(*one), Layer(is_causal=False), sliding_window=5)
+    canvas = _qkv(5)  # as Diffusion Gemma's decoder, which attends to a cache, too
+    check_call(canvas, None, _plainly(*canvas), Layer(is_causal=False), sliding_window=5)
 
 
 def test_documents_start_where_positions_do_not_go_on_by_one() -> None:
@@ -977,7 +979,8 @@ WAYS = {"block mask": trees.TreeBatch.block_mask, "mask": lambda batch: batch.ma
 def _gradients(model: nn.Module, outputs: list[Tensor]) -> Any:
     weights = [torch.arange(x.numel()).view(x.shape).cos() for x in outputs]
     loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
-    return torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(loss, learning, allow_unused=True, materialize_grads=True)
 
 
 def _greatest(got: list[Tensor], want: list[Tensor]) -> float:

@@ -245,7 +245,8 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         return own, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         source = mask.source if isinstance(mask, PortableBlockMask) else None
-        if not isinstance(source, OfMask) or not trees.parents_in(source.mask):
+        is_of_trees = isinstance(source, OfMask) and bool(trees.parents_in(source.mask))
+        if not isinstance(source, OfMask) or not is_of_trees or mask.seq_lengths[1] != key.shape[2]:
             return mask, 0, None
         own = _of_layer(layer, source.mask)
         return (mask if own is source.mask else own), source.q_offset, None
@@ -419,8 +420,8 @@ def _of_one_document(layer: _Layer, q_length: int) -> Mask:
         is_causal = getattr(layer.module, "is_causal", True)
     if is_causal and q_length != 1:
         return get_mask("causal") if window is None else get_mask("sliding_window", window=window - 1)
-    if window is None or q_length == 1:
-        return get_mask("full")
+    if window is None or q_length == 1 or layer.query.shape[2] != layer.key.shape[2]:
+        return get_mask("full")  # Diffusion Gemma's canvas sees all that its cache of a window has kept
     # Windows that look both ways include the number of the config; some models pass one more to attention functions.
     side = getattr(layer.config, "sliding_window", None)
     side = window - 1 if side is None else side
