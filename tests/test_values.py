@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -296,12 +297,24 @@ class Holder(torch.nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner = Reader()
+        inner = self.inner = Reader()
+        shown, least, lock = inner.shown, 0, threading.Lock()
+        shown_at = lambda kv: shown[kv] if lock else kv > 0  # noqa: E731 # nobody can copy a lock
+
+        def again(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, depth: int = 1) -> Tensor:
+            return again(b, h, q, kv, depth - 1) if depth else shown[kv]
+
         functions: dict[str, Callable[..., Tensor]] = {
             "module": self.inner,
             "method of a module": self.inner.forward,
             "partial": functools.partial(Reader.forward, self.inner),
             "own method": self.own,
+            "closure": lambda b, h, q, kv: self.inner.shown[kv],
+            "closure of a module": lambda b, h, q, kv: inner.shown[kv],
+            "closure of a tensor": lambda b, h, q, kv: shown[kv] & (kv >= least),
+            "function in a closure": lambda b, h, q, kv: shown_at(kv),
+            "partial of a closure": functools.partial(lambda n, b, h, q, kv: shown[kv], 1),
+            "recursion": again,
         }
         self.mask = get_mask(functions[how])
         self.both = get_mask("causal") & self.mask
@@ -321,7 +334,13 @@ class Reader(torch.nn.Module):
         return self.shown[kv]
 
 
-@pytest.mark.parametrize("how", ["module", "method of a module", "partial", "own method"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "module", "method of a module", "partial", "own method", "closure", "closure of a module",
+        "closure of a tensor", "function in a closure", "partial of a closure", "recursion",
+    ],
+)  # fmt: skip
 def test_masks_of_a_copied_module_read_the_copy(how: str) -> None:
     first = Holder(how)
     want = truth(first.mask).clone(), truth(first.both).clone()

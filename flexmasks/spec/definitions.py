@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -21,6 +22,7 @@ from flexmasks.spec.code import method_as_function
 from flexmasks.spec.elsewhere import ADVICE, NAMES
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_dense, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
+from flexmasks.spec.structure import is_empty
 from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
@@ -89,7 +91,7 @@ class Definition:
 
     def __deepcopy__(self, memo: Any) -> Definition:
         """Return the definition itself, or that of a copied object: a module's copy needs masks that read the copy."""
-        function = self.function if self.registered else copy.deepcopy(self.function, memo)
+        function = self.function if self.registered else _deep_copy_of(self.function, memo)
         return self if function is self.function else replace(self, function=function, captured=None)
 
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
@@ -103,6 +105,31 @@ class Definition:
                 f"or register it with flexmasks.register_{self.kind}."
             )
         return loaded_function, (self.kind, self.function, self.name)
+
+
+def _deep_copy_of(value: Any, memo: Any) -> Any:
+    """Return copy.deepcopy of a value. A function has copies of what it captured, if there are any."""
+    if isinstance(value, functools.partial):
+        taken = copy.deepcopy((value.args, value.keywords), memo)
+        return functools.partial(_deep_copy_of(value.func, memo), *taken[0], **taken[1])
+    if not isinstance(value, types.FunctionType) or value.__closure__ is None:
+        return copy.deepcopy(value, memo)
+    if id(value) in memo:
+        return memo[id(value)]
+    cells = [types.CellType() for _ in value.__closure__]
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    functools.update_wrapper(made, value).__kwdefaults__ = value.__kwdefaults__
+    del made.__wrapped__
+    memo[id(value)] = made  # before its variables are copied, which may hold it
+    is_changed = False
+    for own, cell in zip(cells, value.__closure__, strict=True):
+        if not is_empty(cell):
+            own.cell_contents = cell.cell_contents
+            with contextlib.suppress(Exception):  # what cannot be copied is shared, as functions are by copy.deepcopy
+                own.cell_contents = _deep_copy_of(cell.cell_contents, memo)
+            is_changed |= own.cell_contents is not cell.cell_contents
+    memo[id(value)] = made if is_changed else value
+    return memo[id(value)]
 
 
 def _as_function(function: Any) -> Any:
