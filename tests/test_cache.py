@@ -942,6 +942,23 @@ def test_bytes_are_counted_and_bounded() -> None:
     assert whole.info()[:4] == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    "other",
+    [lambda x: x.clone(), lambda x: x.T, lambda x: x[:2], lambda x: x.view(8, 2), lambda x: x.view(torch.int32)],
+    ids=["memory", "strides", "length", "shape", "dtype"],
+)
+def test_tensors_given_other_data_are_others(other: Callable[[Tensor], Tensor], learns: bool) -> None:
+    """`tensor.data = other` raises no version; all but one of what describes a tensor may stay as it was."""
+    cache: Part[int] = Part(Cache(max_bytes=1 << 20), "first")
+    made = torch.arange(16.0).view(4, 4).requires_grad_(learns)
+    cache.put("key", [made], 1, 1)
+    assert cache.get("key", [made]) == 1
+    made.requires_grad_(False).data = other(made.data)
+    made.requires_grad_(learns and made.is_floating_point())
+    assert cache.get("key", [made]) is None or (learns and torch.equal(made, torch.arange(16.0).view(4, 4)))
+
+
 def test_the_blocks_count_their_bytes() -> None:
     made: BlockMask = flexmasks.block_mask("causal", 4096)
     held = sum(t.numel() * t.element_size() for t in made.as_tuple() if isinstance(t, Tensor))

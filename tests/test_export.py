@@ -30,12 +30,18 @@ TABLE = torch.arange(LENGTH) % 7
 BLOCK_MASK = flexmasks.block_mask(DOCUMENTS, LENGTH, block_size=32)
 _Call = Callable[..., Tensor]
 
+
+def _wave(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + torch.cos(0.7 * q + kv)  # another place of a query changes more than a whole row by one number
+
+
 CALLS: dict[str, _Call] = {
     "causal": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="causal"),
     "window": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=WINDOW),
     "documents": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=DOCUMENTS),
     "lengths": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=lens),
     "score": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="causal", score="alibi"),
+    "later score": lambda q, k, v, lens: flexmasks.attention(q[:, :, :1], k, v, score=_wave, q_offset=k.shape[2] - 1),
     "function": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv < 7),
     "sinks": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=WINDOW, sink_logits=torch.ones(HEADS)),
     "varlen": lambda q, k, v, lens: flexmasks.varlen_attention(

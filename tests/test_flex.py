@@ -237,10 +237,13 @@ def test_masks_and_their_gradients(name: str, kv_heads: int) -> None:
     block_mask = flex.create_block_mask(mask, B, H, S, S, "cpu")
     visible = of_torch.create_mask(mask, B, H, S, S, "cpu")
     cap = _scores()["softcap"]
-    out, lse = flex.flex_attention(q, k, v, cap, block_mask, 0.3, enable_gqa=True, return_lse=True)
-    want, want_lse, _ = _formula(q * 0.3 * math.sqrt(D), k, v, cap, visible)
+    call = functools.partial(flex.flex_attention, q, k, v, cap, block_mask, 0.3, enable_gqa=True)
+    out, lse = call(return_lse=True)
+    _, aux = call(return_aux=flex.AuxRequest(max_scores=True))
+    want, want_lse, most = _formula(q * 0.3 * math.sqrt(D), k, v, cap, visible)
     assert _error(out, want) < 2e-5
     assert _error(lse, want_lse) < 2e-5
+    assert _error(aux.max_scores, most) < 2e-5
     _check_gradients(out, want, [q, k, v], 2e-5)
 
 

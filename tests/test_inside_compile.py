@@ -883,6 +883,37 @@ def test_offsets_in_a_tensor() -> None:
     check(call, *leaves(), torch.tensor([50, 3]))
 
 
+def _of_places(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + torch.cos(0.7 * q + kv)  # other places change more than a whole row by one number
+
+
+_PLACED = flexmasks.get_score(_of_places)
+
+
+@pytest.mark.parametrize(
+    ("made", "offset"),
+    [(lambda: _PLACED, torch.tensor([41, 3])), (lambda: lambda s, b, h, q, kv: _of_places(s, b, h, q, kv), 9)],
+    ids=["value", "function"],
+)
+@pytest.mark.parametrize("way", ["flex", "reference", "with gradients", "in a transform"])
+def test_scores_see_where_queries_start(way: str, made: _Call, offset: int | Tensor) -> None:
+    backend = way if way in ("flex", "reference") else "auto"
+
+    def call(q: Tensor, k: Tensor, v: Tensor, offset: int | Tensor) -> Any:
+        attention = functools.partial(flexmasks.attention, score=made(), q_offset=offset, backend=backend)
+        if way == "in a transform":
+            return torch.func.vmap(attention)(q[None], k[None], v[None])[0]
+        return attention(q, k, v)
+
+    q, k, v = (x[:, :, -n:].requires_grad_(way == "with gradients") for x, n in zip(leaves(), (20, 0, 0), strict=True))
+    at_first, places = torch.as_tensor(offset).view(-1, 1, 1, 1), torch.arange(LENGTH)
+    added = torch.cos(0.7 * (places[:20, None] + at_first) + places)
+    want, _ = attend(*map(exact, (q, k, v)), None, lambda s: s + added)
+    with torch.set_grad_enabled(way == "with gradients"):
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, offset)
+    assert error(out, want) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.slow
 def test_varlen() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor) -> Tensor:

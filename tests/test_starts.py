@@ -245,6 +245,30 @@ def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     flexmasks.clear_caches()
 
 
+def _check_updates(device: str, dtype: torch.dtype) -> None:
+    """A plan's kernel is told anew where the keys end, in the memory that a CUDA graph would read."""
+    case = Case(STARTS[0], 150, 720, dtype=dtype)
+    q, k, v, starts = case.made(device)
+    plan = flexmasks.plan("causal", 150, 720, device=device, q_offset=starts)
+    for begins in STARTS:
+        starts = starts.new_tensor(begins)
+        plan.update(q_offset=starts)
+        for _ in range(2):
+            out = flexmasks.attention(q, k, v, mask=plan, backend="fa4")
+            assert error(out, case.expected(q, k, v, starts)[0]) < TOLERANCE[dtype]
+
+
+def test_updated_starts_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    _takes_the_place_of_fa4(monkeypatch)
+    _check_updates("cpu", FP32)
+
+
+@pytest.mark.gpu
+def test_updated_starts_reach_the_kernel_on_a_gpu() -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    _check_updates("cuda", torch.bfloat16)
+
+
 def test_long_windows_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is longer than the keys is causal to the kernel, whatever its number."""
     _takes_the_place_of_fa4(monkeypatch)

@@ -19,6 +19,7 @@ from helpers import (
     TOLERANCE,
     arguments,
     check_by_the_interpreter,
+    check_lse,
     compiled_for_hopper,
     error,
     exact,
@@ -554,6 +555,28 @@ def test_steps_with_a_bias_of_pairs(device: str) -> None:
         with torch.no_grad():
             assert error(flexmasks.attention(*leaves[:3], backend="short", score=score), want[0]) < 2 * TOLERANCE[FP16]
     assert flexmasks.cache_info()["kinds"].parts["calls"].entries == 3  # no leaf, with the lse, and without gradients
+
+
+@on_devices
+def test_other_tensors_learn_at_the_next_call(device: str) -> None:
+    """Calls that differ only in which of their tensors learn: none, one or the other of one shape, or both."""
+    q, k, v = (torch.randn(1, 2, n, 16, device=device, dtype=FP16) for n in (32, 40, 40))
+    fixed = [torch.randn(2, 40, device=device, dtype=FP16) for _ in range(2)]
+    for learning in ((), (0,), (1,), (0, 1), (), (1,), (0,)):
+        made = [torch.randn_like(x).requires_grad_() if n in learning else x for n, x in enumerate(fixed)]
+        score = lambda s, b, h, i, j, a=made[0], c=made[1]: s + a[h, i] + c[h, j]  # noqa: E731
+        others = [exact(x) for x in made]
+        added = others[0][:, :32, None] + others[1][:, None]
+        want, want_lse = attend(*map(exact, (q, k, v)), None, lambda s, added=added: s + added)
+        out, lse = flexmasks.attention(q, k, v, score=score, q_offset=0, backend="short", return_lse=True)
+        check_lse(lse, want_lse, TOLERANCE[FP16])
+        assert error(out, want) < 2 * TOLERANCE[FP16]
+        assert out.requires_grad == bool(learning)
+        if learning:
+            got = torch.autograd.grad(out.sum() + (lse * lse).sum(), [made[n] for n in learning])
+            learned = torch.autograd.grad(want.sum() + (want_lse * want_lse).sum(), [others[n] for n in learning])
+            for x, y in zip(got, learned, strict=True):
+                assert error(x, y, unit=float(y.abs().max())) < 4 * TOLERANCE[FP16]
 
 
 @on_devices
