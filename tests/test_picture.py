@@ -133,6 +133,20 @@ def test_text_is_as_wide_as_asked(name: str, columns: int) -> None:
     assert len(rows[0]) >= at_least
 
 
+@pytest.mark.parametrize("block_size", [(64, 16), (32, 16), (16, 64)])
+def test_the_legend_speaks_of_blocks_where_a_character_holds_whole_blocks(block_size: tuple[int, int]) -> None:
+    found = set()
+    for length, columns in itertools.product((512, 1024, 2048), (32, 64)):
+        text = " ".join(flexmasks.draw("causal", length, block_size=block_size).text(columns).split())
+        rows, wide = map(int, re.findall(r"a character is (\d+) x (\d+)", text)[0])
+        holds_blocks = rows >= block_size[0] and wide >= block_size[1]
+        assert ("full block" in text) == holds_blocks
+        assert ("visible in part" in text) != holds_blocks
+        assert ("partial block" in text) == ((rows, wide) == block_size)
+        found.add(holds_blocks)
+    assert found == {False, True}
+
+
 def test_text_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = drawn("causal")
     monkeypatch.setenv("COLUMNS", "40")

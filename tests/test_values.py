@@ -263,6 +263,21 @@ def test_lists_are_taken_as_they_were() -> None:
     assert mask == get_mask("document", document_ids=[0] * 64)
 
 
+def test_a_mask_called_by_itself_is_prepared_once_until_its_tensors_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Mask] = []
+    resolve = Mask.resolve
+    monkeypatch.setattr(
+        Mask, "resolve", lambda self, *args, **more: prepared.append(self) or resolve(self, *args, **more)
+    )
+    parents = torch.tensor([-1, 0, 1, 2])
+    mask = get_mask("tree", parents=parents)
+    for last in (2, 2, 2, 0, 0):
+        if int(parents[3]) != last:
+            parents[3] = last
+        assert truth(mask, 4)[3].tolist() == [True, last == 2, last == 2, True]
+    assert len(prepared) == 2
+
+
 @pytest.mark.parametrize(
     "mask",
     [
