@@ -160,11 +160,11 @@ def lines_of(fault: Fault) -> set[int]:
 class Trial:
     """Copies of the repository, and runs of tests in them."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self._folder, self._options, self._numbers = folder, options, itertools.count()
-        # The choices of the day that was recorded: the campaigns are asked for the other tests.
-        self._day = {"FLEXMASKS_SEED": (options.folder / "seed").read_text(), "FLEXMASKS_SLOW": "3"}
-        self._clean = {old: self._copy(f"clean-{'old' if old else 'new'}", old) for old in (False, bool(options.old))}
+    def __init__(self, folder: Path, limit: float, choice: dict[str, str], old: str = "") -> None:
+        """limit: seconds of a fault and a kind of tests. choice: variables that choose among tests. old: a commit."""
+        self._folder, self._limit, self._choice, self._old = folder, limit, choice, old
+        self._numbers = itertools.count()
+        self._clean = {is_old: self._copy(f"clean-{is_old:d}", is_old) for is_old in (False, bool(old))}
         self._broken: dict[tuple[str, str], bool] = {}  # whether a test of a kind fails without a fault
         self._lock = threading.Lock()  # the clean copies are for one run at a time
         self._running: set[subprocess.Popen[Any]] = set()
@@ -179,7 +179,7 @@ class Trial:
 
     def _lay_old_tests(self, place: Path) -> None:
         shutil.rmtree(place / "tests")
-        command = ["git", "archive", self._options.old, "tests"]
+        command = ["git", "archive", self._old, "tests"]
         archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(place, filter="data")
@@ -197,14 +197,14 @@ class Trial:
             found = self._by_suite(place, tests)
         seconds = round(time.perf_counter() - start)
         if not found:
-            return row | {"by": "", "test": "", "seconds": seconds, "is_over": seconds >= self._options.limit}
+            return row | {"by": "", "test": "", "seconds": seconds, "is_over": seconds >= self._limit}
         return row | {"by": SUITE if "::" in found else CRASH, "test": found, "seconds": seconds}
 
     def by_others(self, fault: Fault, tests: Sequence[str], row: dict[str, Any]) -> dict[str, Any]:
         """Return the row of a fault that the suite misses, for which campaigns and earlier tests were asked."""
         files = sorted({test.partition("::")[0] for test in tests if test.startswith("tests/")})
         with self._planted(fault) as place:
-            for by in (CAMPAIGNS, OLD)[: 2 if self._options.old else 1]:
+            for by in (CAMPAIGNS, OLD)[: 2 if self._old else 1]:
                 if by == OLD:
                     self._lay_old_tests(place)
                     files = [name for name in files if (place / name).exists()]
@@ -224,7 +224,7 @@ class Trial:
 
     def _by_suite(self, place: Path, tests: Sequence[str]) -> str:
         """Return the first test of the suite that fails, as `_first_failure` does."""
-        end = time.perf_counter() + self._options.limit
+        end = time.perf_counter() + self._limit
         ends = [0, *(n for n in _STAGES if n < len(tests)), len(tests)]
         for first, last in itertools.pairwise(ends):
             chosen = place.with_suffix(".chosen")
@@ -238,7 +238,7 @@ class Trial:
 
         The result is "" if there is none before the limit, and pytest's error if a file of tests cannot be imported.
         """
-        end = end or time.perf_counter() + self._options.limit
+        end = end or time.perf_counter() + self._limit
         options = ["-m", "campaign"] if by == CAMPAIGNS else []
         broken = [*_OWN, *(test for (of, test), is_broken in [*self._broken.items()] if is_broken and of == by)]
         while (seconds := end - time.perf_counter()) > 0:
@@ -260,7 +260,7 @@ class Trial:
         with self._lock:
             if (by, test) not in self._broken:
                 options = options if "::" in test else ["--collect-only"]
-                code, _ = self._pytest(self._clean[by == OLD], [test, *options], self._options.limit)
+                code, _ = self._pytest(self._clean[by == OLD], [test, *options], self._limit)
                 self._broken[by, test] = code != 0
             return self._broken[by, test]
 
@@ -268,7 +268,7 @@ class Trial:
         """Return the exit code, or None if the time is over, and the output."""
         path = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH"))))
         # Threads of the recorded run: workers of pytest-xdist compute on one.
-        environment = os.environ | self._day | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | self._choice | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         report = place.with_suffix(".xml")
         report.unlink(missing_ok=True)
@@ -401,7 +401,9 @@ def main() -> int:
     recorded = Recorded(options.folder)
     tests_of = {fault: recorded.tests_for(fault) for fault in chosen}
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
-        trial = Trial(Path(folder), options)
+        # The choices of the day that was recorded: the campaigns are asked for the other tests.
+        choice = {"FLEXMASKS_SEED": (options.folder / "seed").read_text(), "FLEXMASKS_SLOW": "3"}
+        trial = Trial(Path(folder), options.limit, choice, options.old)
         files = {test.partition("::")[0] for tests in tests_of.values() for test in tests}
         files = {file for file in files if (ROOT / file).exists()}  # others are gone since the suite was recorded
         known = trial.collected(sorted(files)) | files  # some node ids may differ from run to run
