@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 from typing import Any
 
 import pytest
@@ -113,8 +114,14 @@ def test_nothing_in_lists() -> None:
 # --- functions that kernels compute in place of a mask's own ---
 
 
+@pytest.mark.parametrize("by_words", [True, False])
 @pytest.mark.parametrize("case", [c for c in MASK_CASES if definition("mask", c.name).compiled], ids=label)
-def test_what_kernels_compute(case: Case) -> None:
+def test_what_kernels_compute(case: Case, by_words: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where words are not faster, as on canvases whose sizes are powers of two."""
+    if not by_words:
+        for module in ("natten", "sasa"):
+            monkeypatch.setattr(sys.modules[f"flexmasks.masks.{module}"], "are_words_faster", lambda *_: False)
+    flexmasks.clear_caches()
     sizes = case.batch, case.heads, case.q_len, case.kv_len
     planned = flexmasks.block_mask(
         case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, block_size=16, **arguments(case)

@@ -482,6 +482,15 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("colors", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("sign", ["n", "p"])
+def test_levels_of_a_score_lie_evenly_between_two_colors(sign: str, colors: dict[str, str]) -> None:
+    to_rgb = pytest.importorskip("matplotlib.colors").to_rgb
+    levels = torch.tensor([to_rgb(colors[name]) for name in ("k0", *(f"{sign}{n}" for n in range(1, svg.STEPS + 1)))])
+    even = levels[0] + (levels[-1] - levels[0]) * torch.linspace(0, 1, len(levels))[:, None]
+    assert (levels - even).abs().max() <= 0.5001 / 255
+
+
+@pytest.mark.parametrize("colors", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
 def test_contrast(colors: dict[str, str]) -> None:
     """WCAG asks for 4.5 for text and 3 between graphics.
 
