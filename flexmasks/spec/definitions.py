@@ -118,8 +118,9 @@ def _deep_copy_of(value: Any, memo: Any) -> Any:
         return memo[id(value)]
     cells = [types.CellType() for _ in value.__closure__]
     made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
-    functools.update_wrapper(made, value).__kwdefaults__ = value.__kwdefaults__
-    del made.__wrapped__
+    made.__kwdefaults__, made.__annotations__, made.__doc__ = value.__kwdefaults__, value.__annotations__, value.__doc__
+    made.__module__, made.__qualname__ = value.__module__, value.__qualname__
+    made.__dict__.update(value.__dict__)
     memo[id(value)] = made  # before its variables are copied, which may hold it
     is_changed = False
     for own, cell in zip(cells, value.__closure__, strict=True):
