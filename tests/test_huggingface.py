@@ -1013,6 +1013,8 @@ def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
         ]
 
     want = alone(eager)
+    if _greatest([want[0][:4]], [want[1][:4]]) > TOLERANCE:  # of the same tokens, as Moshi of 5.17
+        pytest.skip(f'{name} is not causal by "eager" either')
     wanted = _gradients(eager, want)
 
     def error_of(run: Callable[[], list[Tensor]]) -> float | str:
