@@ -30,6 +30,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import tensors_of
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))  # for files that are run as scripts
 
@@ -56,6 +58,16 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
     offset = case.q_offset
     params = _parameters(case.params, device)
     return params | {"q_offset": torch.tensor(offset, device=device) if isinstance(offset, tuple) else offset}
+
+
+def noted_bounds_hold(case: Case, value: flexmasks.Mask | flexmasks.Score) -> bool:
+    """Whether a mask or score notes bounds of tables, on which checks of compiled functions rely. They must hold."""
+    size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
+    noted = [t for t in tensors_of(value.resolve(size)) if hasattr(t, "bounds") and t.numel()]
+    for tensor in noted:
+        low, high = tensor.bounds
+        assert low <= tensor.min() <= tensor.max() <= high, case
+    return bool(noted)
 
 
 def _parameters(params: dict[str, Any], device: str) -> dict[str, Any]:

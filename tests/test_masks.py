@@ -26,6 +26,7 @@ from helpers import (
     is_turn,
     label,
     not_for_flash,
+    noted_bounds_hold,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -639,3 +640,12 @@ def test_the_draw_of_bigbird() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first[5:-5].sum(1).tolist() == [5 + 2 + 5] * 54
+
+
+def test_bounds_that_masks_note_hold() -> None:
+    found = set()
+    for case in MASK_CASES:
+        params = {n: v for n, v in arguments(case).items() if n != "q_offset"}
+        if noted_bounds_hold(case, flexmasks.get_mask(case.name, **params)):
+            found.add(case.name)
+    assert "packed" in found

@@ -21,6 +21,7 @@ from helpers import (
     in_campaigns,
     label,
     not_for_flash,
+    noted_bounds_hold,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -661,3 +662,12 @@ def test_temperatures_are_as_exact_as_the_queries() -> None:
     out = flexmasks.attention(q, q, q, score="temperature", temperatures=[3.0, 7.0])
     scores = q @ q.mT / 8**0.5 / torch.tensor([3.0, 7.0], dtype=torch.float64)[:, None, None]
     assert torch.allclose(out, scores.softmax(-1) @ q, atol=1e-14)
+
+
+def test_bounds_that_scores_note_hold() -> None:
+    found = set()
+    for case in SCORE_CASES:
+        params = {n: v for n, v in arguments(case).items() if n != "q_offset"}
+        if noted_bounds_hold(case, flexmasks.get_score(case.name, **params)):
+            found.add(case.name)
+    assert "t5_bias" in found
