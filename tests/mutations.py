@@ -41,6 +41,7 @@ TESTS = {
     "blocks/": "blocks counts bounded_search data",
     "plans/": "rows windows alignment plan_held plan_updates plans data prepared starts mixed softmax scores errors",
     "plans/traced": "inside_compile",
+    "spec/bands": "windows layouts masks objects",
     "spec/encoding": "inside_compile",
     "spec/frames": "messages errors",
     "spec/structure": "cache values objects inside_compile",

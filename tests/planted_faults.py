@@ -61,6 +61,7 @@ FAULTS: list[Fault] = [
     ),
     Fault("ranges/selection.py", "torch.minimum(x.lo, y.lo), y.lo", "torch.maximum(x.lo, y.lo), y.lo"),
     Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
+    Fault("ranges/value.py", "return self.shape[0] if", "return self.shape[1] if", ("tests/test_ranges.py",)),
     Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
     Fault("ranges/truth.py", "lambda x, y: (x.lo & ~y.hi)", "lambda x, y: (x.lo & ~y.lo)"),
     Fault(
@@ -140,6 +141,12 @@ FAULTS: list[Fault] = [
     ),
     # --- spec ---
     Fault("spec/structure.py", "else (key, *states)", "else key"),
+    Fault(
+        "spec/values.py",
+        "or known[0] != state:",
+        "or known[1] != state:",
+        ("tests/test_values.py::test_a_mask_called_by_itself_is_prepared_once_until_its_tensors_change",),
+    ),
     Fault("spec/parameters.py", "a.dtype == b.dtype and a.shape", "a.shape", ("tests/test_values.py::test_unequal",)),
     Fault(
         "spec/values.py",
@@ -279,7 +286,19 @@ FAULTS: list[Fault] = [
     Fault("masks/flashmask.py", "h if evicted.shape[1] > 1 else always(0, kv)", "h"),
     Fault("masks/natten.py", "        leader = torch.where(leader > end, end, leader)\n", ""),
     Fault("masks/sliding_tile.py", "any(w > n for w, n in", "any(w >= n for w, n in"),
+    Fault(
+        "masks/natten.py",
+        "_neighborhood(q, kv, axes, pixels) if words",
+        "_neighborhood(q, kv, axes) if words",
+        ("tests/test_masks.py::test_what_kernels_compute",),
+    ),
     Fault("masks/longformer.py", "shift = -tokens % frame", "shift = tokens % frame"),
+    Fault(
+        "scores/t5_bias.py",
+        "bounded(table, 0, buckets - 1)",
+        "bounded(table, 0, buckets - 2)",
+        ("tests/test_scores.py::test_bounds_that_scores_note_hold",),
+    ),
     Fault("scores/t5_bias.py", "far**steps >= max_distance", "far**steps > max_distance"),
     Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
     Fault("scores/relative_bias.py", "distance < -reach, -reach, distance", "distance < -reach, -reach + 1, distance"),
@@ -636,6 +655,8 @@ FAULTS: list[Fault] = [
     Fault(
         "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"
     ),
+    Fault("pictures/picture.py", "elif cell[0] < block[0]", "elif cell[0] < block[1]", ("tests/test_picture.py",)),
+    Fault("pictures/svg.py", "int(b[i : i + 2], 16)", "int(b[i : i + 2], 17)", ("tests/test_picture.py",)),
     Fault(
         "pictures/cells.py",
         "if cell[dim] >= self.block_size[dim] and length",
