@@ -1352,6 +1352,43 @@ def test_second_derivatives_of_the_reference() -> None:
     assert all(x.isfinite().all() for x in batched)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "mask", "length"),
+    [
+        *(("cpu", torch.float32, mask, 40) for mask in ("causal", None, "sliding_window")),
+        ("cpu", torch.float32, "causal", 300),
+        *(
+            pytest.param("cuda", dtype, mask, length, marks=pytest.mark.gpu)
+            for dtype in (torch.float32, torch.bfloat16)
+            for mask in ("causal", None, "sliding_window")
+            for length in (40, 1000)
+        ),
+    ],
+)
+def test_second_derivatives_are_right_or_refused(
+    device: str, dtype: torch.dtype, mask: str | None, length: int
+) -> None:
+    """A backend that has none says so when they are computed, also of a repeated call, and gives the first ones."""
+    q, k, v = (torch.randn(1, 2, length, 16, device=device).to(dtype).requires_grad_() for _ in range(3))
+    call: dict[str, Any] = {"mask": mask} | ({"window": 9} if mask == "sliding_window" else {})
+    want = [exact(x) for x in (q, k, v)]
+    out = flexmasks.attention(*want, **call, backend="reference")
+    (first,) = torch.autograd.grad(out.square().sum(), want[0], create_graph=True)
+    second = torch.autograd.grad(first.square().sum(), want)
+    for _ in range(2):
+        out = flexmasks.attention(q, k, v, **call)
+        (got,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        assert error(got, first) < 2 * TOLERANCE[dtype]
+        backend = flexmasks.explain(q, k, v, **call).backend
+        if backend not in ("short", "reference"):
+            with pytest.raises(RuntimeError, match=f"^flexmasks.attention: backend '{backend[:4]}.*pass backend='refe"):
+                torch.autograd.grad(got.square().sum(), (q, k, v))
+            continue
+        results = torch.autograd.grad(got.square().sum(), (q, k, v))
+        for x, y in zip(results, second, strict=True):
+            assert error(x, y) < 4 * TOLERANCE[dtype]
+
+
 @pytest.mark.filterwarnings("ignore:.*context_fn.*")
 def test_the_reference_under_selective_checkpointing() -> None:
     """Matrix products that a policy saves may not be overwritten."""

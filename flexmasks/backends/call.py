@@ -23,6 +23,7 @@ from flexmasks.spec.values import Mask
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
+ONCE_ONLY = "flexmasks.attention: backend {!r} cannot be differentiated twice; pass backend='reference', which can."
 _PROVEN: Part[bool] = Part(KINDS, "gradients_that_worked")
 _DAMAGED = "; if the compiled code on the disk may be damaged, delete the folder that TORCHINDUCTOR_CACHE_DIR names"
 _FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders"
@@ -30,6 +31,46 @@ _FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR an
 
 class Unavailable(Exception):
     """Error of a backend that cannot compile a call, or finds no kernel."""
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Gradients, unchanged, with an error in place of their derivatives, which autograd alone may take for 0."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *gradients_and_inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return gradients_and_inputs[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError(ONCE_ONLY.format(ctx.name))
+
+
+def differentiated_once(name: str, gradients: Sequence[Tensor | None], *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a backend that has no second derivatives, which say so when they are differentiated.
+
+    inputs: what the gradients depend on, if the autograd graph does not say so.
+    """
+    given = [x for x in gradients if x is not None]
+    made = iter(_DifferentiatedOnce.apply(name, len(given), *given, *inputs))
+    return tuple(None if x is None else next(made) for x in gradients)
+
+
+def with_gradients_once(name: str, out: Tensor, kernel: str) -> Tensor:
+    """Return an output of torch's kernel whose gradients say that they have no derivatives.
+
+    kernel: how torch calls the kernel's node in the autograd graph. The output may be a view of what that made.
+    """
+    node = out.grad_fn
+    for _ in range(3):
+        if node is None or node.name().startswith(kernel):
+            break
+        node = node.next_functions[0][0] if node.next_functions else None
+    else:
+        return out
+    if node is not None:
+        node.register_hook(lambda grads, _: differentiated_once(name, grads) if torch.is_grad_enabled() else None)
+    return out
 
 
 class Refused(RuntimeError):

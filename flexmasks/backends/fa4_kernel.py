@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmasks.backends.call import ONCE_ONLY, differentiated_once
 from flexmasks.backends.fa4_package import ARGUMENTS, interface, is_small
-
-_ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
 
 def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
@@ -53,9 +52,9 @@ class Attend(torch.autograd.Function):
         if d_out is None and d_lse is None:
             return None, None, None, None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        gradients = backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap, sinks)
+        gradients: tuple[Tensor | None, ...] = backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap, sinks)
         if torch.is_grad_enabled():
-            gradients = _NotDifferentiable.apply(q, k, v, *gradients)
+            gradients = differentiated_once("fa4", gradients, q, k, v)
         return *gradients, *([None] * (4 - len(gradients))), None, None
 
 
@@ -97,21 +96,6 @@ def backward(
         *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic
     )
     return tuple(gradients[: 3 if sinks is None else 4])
-
-
-class _NotDifferentiable(torch.autograd.Function):
-    """The gradients, unchanged, with an error in place of their derivatives.
-
-    Autograd alone would give zero derivatives.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError(_ONCE_ONLY)
 
 
 def _given(*in_order: Any) -> dict[str, Any]:
@@ -198,7 +182,7 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tenso
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-    raise RuntimeError(_ONCE_ONLY)
+    raise RuntimeError(ONCE_ONLY.format("fa4"))
 
 
 traced_forward.register_autograd(_differentiate, setup_context=_save)

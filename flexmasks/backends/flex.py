@@ -28,6 +28,7 @@ from flexmasks.backends.call import (
     proven,
     raise_passing_error,
     transformed,
+    with_gradients_once,
 )
 from flexmasks.backends.flex_kernels import COMPILED, OUT_OF_RESOURCE, NeedsData, Runner, shapes_of
 from flexmasks.backends.kernel_tiles import chosen_tiles
@@ -198,6 +199,8 @@ class FlexReplay(Replay):
             if not self.is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error
+        if self.needs_grad and not compat.is_compiling():
+            out = with_gradients_once("flex", out, "CompiledFunction")
         return out, None if lse is None else lse.float()
 
 

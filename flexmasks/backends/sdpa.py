@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import TRANSFORMED, Call, Replay, Result, exports_any_length, transformed
+from flexmasks.backends.call import (
+    TRANSFORMED,
+    Call,
+    Replay,
+    Result,
+    exports_any_length,
+    transformed,
+    with_gradients_once,
+)
 from flexmasks.plans.windows import Window
 
 _NO_KERNEL = "torch has no fused kernel for this call"
@@ -80,7 +88,8 @@ class SdpaReplay(Replay):
         k, v = self.window.cut(k), self.window.cut(v)
         if _needs_repeated_heads(q, k):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return _by_torch(q, k, v, self._keywords(q, k)), None
+        out = _by_torch(q, k, v, self._keywords(q, k))
+        return out if compat.is_compiling() else with_gradients_once("sdpa", out, "ScaledDotProduct"), None
 
     def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         grouped = bool(q.shape[1] != k.shape[1])  # inside torch.compile(dynamic=True) it is no bool yet
