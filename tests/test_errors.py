@@ -468,6 +468,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         for spec in ("integer", "int[", "int in 0", "int in a..b", "int(0)", "int[b]", "int in 0..1..2")
     },
     **{
+        f"specification {spec!r}": (specified(spec), f"takes no value: {low} is above")
+        for spec, low in (("int in 5..0", "5"), ("int[B] in 0.. | float in 1..0.5", "1"), ("length in 9..-1", "9"))
+    },
+    **{
         f"annotation {annotation!r}": (annotated(annotation), f"of `w` cannot be read; {advice}")
         for annotation, advice in (
             ("int[B]", "write Annotated[Tensor, 'int[B]']"),
@@ -523,6 +527,8 @@ def registered(**hooks: Any) -> Callable[[], Any]:
 # Wrong kinds of values. What the message must say, and that it is short and in one line.
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     # masks and scores of wrong kinds
+    "mask an empty list": (masked([]), "`mask` is an empty list; leave it out where all keys are visible"),
+    "mask an empty tuple": (lambda: flexmasks.plan((), 64), "`mask` is an empty list"),
     "mask a list of one wrong": (masked(["causal", 3]), "`mask` must be a name, a Mask or a function, got 3"),
     "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask=torch.as"),
     "a BlockMask in a list": (masked([BLOCKS]), "got a BlockMask; it is `block_mask=` of flexmasks.attention"),

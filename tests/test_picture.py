@@ -426,6 +426,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameter": (lambda: flexmasks.show("causal", 10, windw=3), TypeError, "no argument is named `windw`"),
     "no mask": (lambda: flexmasks.show(3, 10), TypeError, "`mask` must be a name"),  # type: ignore[arg-type]
     "file": (lambda: flexmasks.draw("causal", 10).save("mask.gif"), ValueError, "'mask.gif'"),
+    "folder": (
+        lambda: flexmasks.draw("causal", 10).save("no such folder/mask.svg"),
+        FileNotFoundError,
+        "/no such folder/mask.svg' cannot be written",
+    ),
 }
 
 

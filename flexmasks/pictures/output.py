@@ -73,10 +73,16 @@ def check_writable(path: Path) -> None:
     """Raise OSError if a file cannot be written, before the work whose result it will hold. A file that exists keeps
     its contents, no new file stays.
     """
+    _check_folder(path)
     existed = path.exists()
     path.open("ab").close()
     if not existed:
         path.unlink()
+
+
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"flexmasks: {str(path)!r} cannot be written, {str(path.parent)!r} is no folder.")
 
 
 def write(path: str | Path, content: str | bytes) -> None:
@@ -86,6 +92,7 @@ def write(path: str | Path, content: str | bytes) -> None:
     """
     content = content.encode() if isinstance(content, str) else content
     path = Path(path).resolve()  # a link stays, and the file that it leads to is replaced
+    _check_folder(path)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return

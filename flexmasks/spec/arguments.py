@@ -83,6 +83,8 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     that applies them in order.
     """
     masks = list(mask) if isinstance(mask, list | tuple) else [] if mask is None else [mask]
+    if mask is not None and not masks:
+        raise TypeError("flexmasks: `mask` is an empty list; leave it out where all keys are visible.")
     scores = list(score) if isinstance(score, list | tuple) else [] if score is None else [score]
     targets = [_definition_and_params("mask", m) for m in masks]
     targets += [_definition_and_params("score", s) for s in scores]

@@ -109,6 +109,11 @@ class _Alternative:
                 f"flexmasks: cannot read the parameter specification {text.strip()!r}; pass alternatives such as "
                 "'int in 0..', 'int(2)' or 'float[B, S] in 0..1', joined by ' | '; see flexmasks.spec.parameters."
             )
+        low, high = match["low"], match["high"]
+        if low and high and not low[0].isalpha() and not high[0].isalpha() and float(low) > float(high):
+            raise ValueError(
+                f"flexmasks: the parameter specification {text.strip()!r} takes no value: {low} is above {high}."
+            )
         count, dims = match["count"], match["dims"]
         return cls(
             kind=match["kind"] or "word",
