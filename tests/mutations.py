@@ -40,6 +40,7 @@ TESTS = {
     "spec/": "values messages constructors objects pickles cache layouts errors masks scores",
     "blocks/": "blocks counts bounded_search data",
     "plans/": "rows windows alignment plan_held plan_updates plans data prepared starts mixed softmax scores errors",
+    "plans/mask_plan": "plans data masks prepared",
     "plans/traced": "inside_compile",
     "spec/bands": "windows layouts masks objects",
     "spec/encoding": "inside_compile",
