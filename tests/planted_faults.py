@@ -219,6 +219,12 @@ FAULTS: list[Fault] = [
     ),
     # --- plans ---
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
+    Fault(
+        "plans/mask_plan.py",
+        "indices[0].sum() > indices[2].sum()",
+        "indices[0].sum() > indices[1].sum()",
+        ("tests/test_plans.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",),
+    ),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
     Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
     Fault(

@@ -506,6 +506,17 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
     assert error(replay(q, q, q)[0], expected([q, q, q], params, "cpu")) < 1e-5
 
 
+@pytest.mark.parametrize("length", [64, 200, 640, 1280])
+def test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones(length: int) -> None:
+    """Of documents of a length, whose ids kernels would read; of a mask without tensors never."""
+    flexmasks.clear_caches()
+    mask = get_mask("document", document_ids=torch.arange(1280) // length)
+    blocks = mask.blocks(1280)
+    planned = mask_plan.MaskPlan(mask, Size(1, 1, 1280, 1280, torch.device("cpu")))
+    assert planned.is_mostly_partial() == (2 * blocks.partial > blocks.full)
+    assert planned.is_mostly_partial() == (length < 640)
+
+
 def test_packs_are_copies_of_their_tensors() -> None:
     """They begin at multiples of 64 elements, for which kernels need not be compiled again."""
     tensors = [torch.arange(n, dtype=torch.int32).view(shape) for n, shape in ((6, (2, 3)), (70, (70,)), (1, (1, 1)))]
