@@ -82,7 +82,7 @@ def traced_block_mask(
 def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | None) -> None:
     """Check that a mask which may depend on the batch element or the head is given their numbers."""
     for inner in mask.inside():
-        reads_b, reads_h = (False, False) if inner.definition.by_library else _reads_batch_and_heads(inner)
+        reads_b, reads_h = (False, False) if inner.definition.by_library else reads_batch_and_heads(inner)
         reads_h = reads_h or inner.implied_size("H") is not None
         for name, n, is_read in (("batch", batch, reads_b), ("heads", heads, reads_h)):
             if is_read and n is None:
@@ -99,14 +99,16 @@ def blocks_of_function(mask: Mask, size: Size, q_offset: Offset, block_size: tup
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # torch takes no methods and partials
         return bound(b, h, q, kv)
 
-    reads_b, reads_h = _reads_batch_and_heads(mask)
+    reads_b, reads_h = reads_batch_and_heads(mask)
     batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
     with torch.no_grad():
         lists = lists_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
+    if size.device.type == "cpu":  # torch's kernel fails if the graph computes its lists otherwise
+        lists = tuple([separate(x) for x in lists])
     return made_of((size.q_len, size.kv_len), lists, block_size, mask_mod)
 
 
-def _reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
+def reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
     reads_b = reads_h = False
     for inner in mask.inside():
         function, bound = inner.definition.function, 0
