@@ -263,15 +263,10 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
         if isinstance(encoded_score, Flat):
             learns = any(isinstance(x, Tensor) and x.requires_grad for x in encoded_score.leaves)
         elif score is not None:
-            learns = _learns(score, unread(size_of(q, k), 0), q.device)
+            # What functions captured is not known. A backend that is named gives the gradients, or torch raises.
+            learns = score.learns() or (request.backend == "auto" and not is_readable(score))
         needs_grad = learns or q.requires_grad or k.requires_grad or v.requires_grad
     return _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
-
-
-def _learns(score: Score, size: Size, device: torch.device) -> bool:
-    """Return whether a score change has a tensor that learns; what a function captures torch sees when it traces it."""
-    zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    return shifted_score(score.bind(score.resolve(size)), 0)(zero, index, index, index, index).requires_grad
 
 
 def _block_mask(
@@ -352,7 +347,7 @@ class _Facts(NamedTuple):
 
     has_score: bool
     needs_grad: bool
-    learns: bool
+    learns: bool  # or may learn
     with_lse: bool
     has_options: bool
 

@@ -368,6 +368,8 @@ def test_hidden_pairs_teach_nothing(way: str, name: str) -> None:
     [("reference", torch.float32), ("auto", torch.bfloat16), ("flex", torch.float32), ("flex", torch.bfloat16)],
 )
 def test_hidden_pairs_teach_nothing_gpu(way: str, name: str, backend: str, dtype: torch.dtype) -> None:
+    if way == "inside torch.compile" and name in ("one number", "many numbers"):
+        pytest.skip("torch does not compile reductions in scores")
     if backend == "flex":
         q = torch.randn(2, 2, 48, 16, device="cuda", dtype=dtype, requires_grad=True)
         t = torch.rand(2, device="cuda", requires_grad=True)
@@ -478,8 +480,8 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
 )
 def test_scores_of_another_dtype(q_len: int, dtype: torch.dtype, device: str) -> None:
     """A function may return them in less precision; they are scores all the same."""
-    q, k, v = (x.to(device) for x in (torch.randn(1, 3, q_len, 8), *torch.randn(2, 1, 3, 40, 8)))
-    scores = q.double() @ k.double().mT / 8**0.5
+    q, k, v = (x.to(device) for x in (torch.randn(1, 3, q_len, 16), *torch.randn(2, 1, 3, 40, 16)))
+    scores = q.double() @ k.double().mT / 16**0.5
     want = ((scores.float() * 0.7).to(dtype).double().softmax(-1) @ v.double()).cpu()
     for backend in ("flex", "reference"):
         score = lambda score, b, h, q, kv: (score * 0.7).to(dtype)  # noqa: E731

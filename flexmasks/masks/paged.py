@@ -32,7 +32,6 @@ def paged_mask(
     first_positions: Tensor,
     kv_lens: Tensor,
     page_size: int,
-    earlier_positions: Tensor,
 ) -> Tensor:
     """Any mask over a paged KV cache, one pool of pages for all batch elements.
 
@@ -52,7 +51,7 @@ def paged_mask(
         PagedBlockDiagonalCausalWithOffsetGappyKeysMask, with sliding_window
         PagedBlockDiagonalCausalLocalPaddedKeysMask.
     """
-    position = positions_in_pages(b, kv, first_positions, kv_lens, earlier_positions, page_size)
+    position = positions_in_pages(b, kv, first_positions, kv_lens, page_size)
     return (first_positions[b, kv // page_size] >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
 
 

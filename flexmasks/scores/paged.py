@@ -29,7 +29,6 @@ def paged(
     first_positions: Tensor,
     kv_lens: Tensor,
     page_size: int,
-    earlier_positions: Tensor,
 ) -> Tensor:
     """Any score change over a paged KV cache.
 
@@ -40,4 +39,4 @@ def paged(
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     """
-    return inner(score, b, h, q, positions_in_pages(b, kv, first_positions, kv_lens, earlier_positions, page_size))
+    return inner(score, b, h, q, positions_in_pages(b, kv, first_positions, kv_lens, page_size))

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks.blocks.build import build
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.work import Work
-from flexmasks.spec.indexing import bounded
+from flexmasks.spec.indexing import always, bounded
 from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
 
@@ -135,9 +135,9 @@ def prepare_pages(
     kv_lens: Annotated[Tensor, "int[B] in 0.."],
     page_size: Annotated[int, "int in 1.."],
 ) -> dict[str, Any]:
-    """Find where the keys of each page start in each sequence, -1 in sequences that do not hold the page.
+    """Find the positions of keys in pages, see `_first_positions`.
 
-    Of a page that a sequence holds twice, the last keys count. Without sizes the pool ends with the last page in use.
+    Without sizes the pool ends with the last page in use.
     """
     page_table = page_table.long()  # page numbers may come in a narrow dtype that the pool's size does not fit
     if size is None:
@@ -149,40 +149,37 @@ def prepare_pages(
         pages = size.kv_len // page_size
     if may_read(size, page_table, kv_lens):
         check_pages(size, inner, page_table, kv_lens, page_size, pages)
-    first, earlier = _first_positions(page_table, kv_lens, page_size, pages)
-    return {
-        "inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size,
-        "earlier_positions": earlier,
-    }  # fmt: skip
+    first = _first_positions(page_table, kv_lens, page_size, pages)
+    return {"inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size}
 
 
-def _first_positions(page_table: Tensor, kv_lens: Tensor, page_size: int, pages: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of the first keys in pages, int32.
+def _first_positions(page_table: Tensor, kv_lens: Tensor, page_size: int, pages: int) -> Tensor:
+    """Return the positions of the first keys in pages, int32 [B, pages + 1].
 
-    They are [B, pages], in each sequence, and -1 in those that do not hold the page; and [B], what the last page in use
-    held before, or holds: in a ring, its slots behind the last key have keys of the turn before.
+    They are -1 in sequences that do not hold the page; of a page that a sequence holds twice, the last keys count. The
+    last column has what the last page in use held before, or holds: in a ring, its slots behind the last key have keys
+    of the turn before.
     """
     batch, columns = page_table.shape
     starts = torch.arange(0, columns * page_size, page_size, dtype=torch.int32, device=page_table.device)
     used = starts < kv_lens[:, None]
     inside = used & (page_table >= 0) & (page_table < pages)
-    # Entries of no page, or not in use, are scattered to an extra column, which is then cut off.
+    # Entries of no page, or not in use, are scattered to the last column, which is then written anew.
     first = torch.full((batch, pages + 1), -1, dtype=torch.int32, device=page_table.device)
     first.scatter_reduce_(1, torch.where(inside, page_table, pages), starts.expand(batch, columns), "amax")
     last = (used.sum(1, keepdim=True) - 1).clamp(min=0)
     is_earlier = inside & (page_table == page_table.gather(1, last)) & (starts < last * page_size)
     earlier = torch.where(is_earlier, starts, -1).amax(1)
     earlier = torch.where(earlier < 0, last[:, 0].int() * page_size, earlier)
-    return first[:, :pages].contiguous(), earlier
+    return first.scatter_(1, torch.full_like(last, pages), earlier[:, None])
 
 
-def positions_in_pages(
-    b: Tensor, kv: Tensor, first_positions: Tensor, kv_lens: Tensor, earlier_positions: Tensor, page_size: int
-) -> Tensor:
+def positions_in_pages(b: Tensor, kv: Tensor, first_positions: Tensor, kv_lens: Tensor, page_size: int) -> Tensor:
     """Return the positions of slots of a pool in sequences, and any in sequences that do not hold their page."""
     first, slot = first_positions[b, kv // page_size], kv % page_size
     position = torch.where(first < 0, 0, first) + slot
-    return torch.where(position < kv_lens[b], position, earlier_positions[b] + slot)
+    earlier = first_positions[b, always(first_positions.shape[1] - 1, b)]
+    return torch.where(position < kv_lens[b], position, earlier + slot)
 
 
 def check_pages(
@@ -210,10 +207,10 @@ def check_pages(
     outside = used & ((page_table < 0) | (page_table >= pages))
     missing = torch.where(outside, page_size, 0)  # how many of the first keys of each entry are not in its page
     if not by_position:
-        first, earlier = _first_positions(page_table, kv_lens, page_size, pages)
+        first = _first_positions(page_table, kv_lens, page_size, pages)
         newest = first.gather(1, page_table.clamp(0, pages - 1))
         # The last page in use may have replaced some keys, other pages have replaced all.
-        replaced = torch.where(starts == earlier[:, None], kv_lens[:, None] - newest, page_size).clamp(max=page_size)
+        replaced = torch.where(starts == first[:, pages:], kv_lens[:, None] - newest, page_size).clamp(max=page_size)
         missing = torch.where(used & ~outside & (newest > starts), replaced, missing)
     longest, most_missing = torch.stack([kv_lens.amax().long(), missing.amax()]).tolist()
     if longest > columns * page_size:
