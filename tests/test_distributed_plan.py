@@ -25,7 +25,9 @@ import sequence_on_paper
 from flexmasks.blocks import strips, visible_in_strips
 from flexmasks.integrations.distributed import Order, balance, computed_blocks, seen_by
 from flexmasks.integrations.distributed import counts as counts_module
+from flexmasks.integrations.distributed.attention import _Call, _wanted
 from flexmasks.pictures import output
+from flexmasks.sharded import PlaceInCall
 from flexmasks.spec.definitions import definition
 from sequence_on_paper import plan
 
@@ -290,6 +292,21 @@ def test_a_window_needs_the_neighbors_keys_only() -> None:
     assert seen_by(mask, (5, 5), 65536) == ()
     sinks = flexmasks.get_mask("sink_window", window=100, sinks=4)
     assert seen_by(sinks, (1024, 2048), 65536) == ((0, 128), (896, 2048))
+
+
+def test_keys_that_calls_want_are_not_those_of_calls_of_other_sizes() -> None:
+    """Other batch sizes, heads, parts and masks, in two orders: no call may take what another one has found."""
+    masks = [
+        flexmasks.get_mask(lambda b, h, q, kv: (q - kv).abs() <= 100 << (2 * (b + h))),
+        flexmasks.get_mask("sliding_window", window=50),
+    ]
+    divided = [(((0, 1024),), ((1024, 2048),)), (((0, 1536),), ((1536, 2048),))]
+    cases = list(itertools.product(masks, divided, (1, 2), (1, 3)))
+    for mask, parts, batch, heads in (*cases, *cases[::-1]):
+        place = PlaceInCall(batch, heads)
+        call = _Call(None, place, mask, None, None, "auto", None, parts)  # type: ignore[arg-type] # no mesh
+        want = tuple(seen_by(mask, rows, 2048, batch=batch, heads=heads) for ((*rows,),) in parts)
+        assert _wanted(call) == want
 
 
 def test_counts_of_random_parts() -> None:
