@@ -663,6 +663,12 @@ FAULTS: list[Fault] = [
         "False",
         ("tests/test_errors.py::test_bad_input",),
     ),
+    Fault(
+        "pages.py",
+        "size = Size(len(q), q.shape[1], q.shape[2], n_pages",
+        "size = Size(len(q), q.shape[0], q.shape[2], n_pages",
+        ("tests/test_paging.py::test_masks_of_all_kinds_count_positions_in_the_sequence",),
+    ),
     Fault("canvas.py", "is_plain = request.score is None and isinstance", "is_plain = isinstance"),
     Fault("orders.py", "number * -(-length // size)", "number * (length // size)"),
     Fault(

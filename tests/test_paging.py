@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -178,6 +178,10 @@ def test_lse_sinks_scale_and_offsets(device: str) -> None:
     assert error(out, want * torch.sigmoid(want_lse - logits)[..., None]) < TOLERANCE[torch.float32]
 
 
+def _near_by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, reach: Annotated[Tensor, "int[H]"]) -> Tensor:
+    return (kv <= q) & (q - kv <= reach[h])
+
+
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_masks_of_all_kinds_count_positions_in_the_sequence(device: str) -> None:
@@ -194,6 +198,9 @@ def test_masks_of_all_kinds_count_positions_in_the_sequence(device: str) -> None
         own = torch.arange(keys) // 20
         return last(b, queries, keys) & (own[keys - queries :, None] == own)
 
+    def near(b: int, queries: int, keys: int) -> Tensor:
+        return window(b, queries, keys).triu(keys - queries - 7)
+
     both = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
     numbers = torch.tensor(lens, device=device)
     by_batch = lambda b, h, q, kv: (kv < q) & (numbers[b] > 40)  # noqa: E731
@@ -203,6 +210,10 @@ def test_masks_of_all_kinds_count_positions_in_the_sequence(device: str) -> None
         assert error(cache.attention(q, mask=both), cache.expected(q, document)[0]) < TOLERANCE[torch.float32]
         want = cache.expected(q, lambda b, n, m: (lens[b] > 40) & torch.ones(n, m).tril(m - n - 1).bool())[0]
         assert error(cache.attention(q, mask=by_batch), want) < TOLERANCE[torch.float32]
+        reach = torch.tensor([25, 7], device=device)
+        want = cache.expected(q, lambda *sizes: torch.stack([window(*sizes), near(*sizes)]))[0]
+        cache.table[0, 0] = -1  # no query of any head sees its keys
+        assert error(cache.attention(q, mask=_near_by_head, reach=reach), want) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("device", "backend"), WHERE)
