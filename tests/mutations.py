@@ -39,7 +39,7 @@ TESTS = {
     "ranges/": "ranges blocks",
     "spec/": "values messages constructors objects pickles cache layouts errors masks scores",
     "blocks/": "blocks counts bounded_search data",
-    "plans/": "rows windows alignment plan_held plan_updates plans data prepared starts mixed softmax scores errors",
+    "plans/": "plans plan_held plan_updates rows windows alignment data prepared starts mixed softmax scores errors",
     "plans/mask_plan": "plans data masks prepared",
     "plans/traced": "inside_compile",
     "spec/bands": "windows layouts masks objects",
@@ -211,8 +211,9 @@ def tests_of(file: str) -> list[str]:
         rf"|from {re.escape(folder)} import .*\b{name}\b)", re.MULTILINE
     )  # fmt: skip
     sources = {path: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    named = [path for path in sources if path.stem in (f"test_{name}", f"test_{name}s")]
-    importing = [] if len(Path(file).parts) > 2 else [path for path, text in sources.items() if imports.search(text)]
+    is_deep = len(Path(file).parts) > 2  # in `integrations`, whose files share names with others
+    named = [path for path in sources if path.stem in (f"test_{name}", f"test_{name}s") and not is_deep]
+    importing = [path for path, text in sources.items() if imports.search(text) and not is_deep]
     room = max((start for start in TESTS if file.startswith(start)), key=len)
     of_room = [ROOT / f"tests/test_{test}.py" for test in TESTS[room].split()]
     tests = dict.fromkeys([*named, *of_room, *sorted(importing, key=lambda path: path.stat().st_size)])
