@@ -316,20 +316,27 @@ def _mend_gradients_of_scores() -> None:
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
             forward, backward = create(*args, **kwargs)
-        _learn_from_visible_pairs(backward)
+        _mend_backward(backward)
         return forward, backward
 
     if create is not None:
         operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
 
 
-def _learn_from_visible_pairs(backward: torch.fx.GraphModule) -> None:
-    """Change the backward pass of a score so that tensors learn only from pairs whose score has a gradient.
+def _mend_backward(backward: Any) -> None:
+    """Change the backward pass that torch made of a score.
 
-    That of a hidden score is 0, which torch multiplies by the derivative there: NaN where this is not finite.
+    Tensors learn only from pairs whose score has a gradient. That of a hidden score is 0, which torch multiplies by the
+    derivative there: NaN where this is not finite. And a score that does not depend on the given one has the gradient 0
+    of the size of a tile, which torch's kernels need.
     """
     graph, ops = backward.graph, torch.ops.aten
     _, _, _, _, _, of_score, *_ = graph.find_nodes(op="placeholder")
+    output = graph.output_node()
+    of_given, *others = output.args[0]
+    if of_given is None:
+        with graph.inserting_before(output):
+            output.args = ([graph.call_function(ops.mul.Tensor, (of_score, 0)), *others],)
     for node in graph.find_nodes(op="call_function", target=torch.ops.flex_lib.zeros_and_scatter.default):
         shape, indices, values = node.args
         like = values.meta["val"]

@@ -56,10 +56,11 @@ def differentiated_once(name: str, gradients: Sequence[Tensor | None], *inputs: 
     return tuple(None if x is None else next(made) for x in gradients)
 
 
-def with_gradients_once(name: str, out: Tensor, kernel: str) -> Tensor:
+def with_gradients_once(name: str, out: Tensor, kernel: str, *, by_compiler: bool = False) -> Tensor:
     """Return an output of torch's kernel whose gradients say that they have no derivatives.
 
     kernel: how torch calls the kernel's node in the autograd graph. The output may be a view of what that made.
+    by_compiler: whether torch compiled the gradients. Then it computes none that are to be differentiated.
     """
     node = out.grad_fn
     for _ in range(3):
@@ -68,7 +69,14 @@ def with_gradients_once(name: str, out: Tensor, kernel: str) -> Tensor:
         node = node.next_functions[0][0] if node.next_functions else None
     else:
         return out
-    if node is not None:
+    if node is not None and by_compiler:
+
+        def refuse(_: Sequence[Tensor | None]) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(ONCE_ONLY.format(name))
+
+        node.register_prehook(refuse)
+    elif node is not None:
         node.register_hook(lambda grads, _: differentiated_once(name, grads) if torch.is_grad_enabled() else None)
     return out
 

@@ -200,7 +200,7 @@ class FlexReplay(Replay):
                 raise
             raise Unavailable(first_line(error)) from error
         if self.needs_grad and not compat.is_compiling():
-            out = with_gradients_once("flex", out, "CompiledFunction")
+            out = with_gradients_once("flex", out, "CompiledFunction", by_compiler=True)
         return out, None if lse is None else lse.float()
 
 
