@@ -125,12 +125,12 @@ def attention(
             bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
             Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
             So do functions without tensors on a CPU, where it compiles nothing and is as fast.
-            Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
-            mask are computed by your graph, from the tensors of each run. A function that is made there and captures
-            variables, a partial or an object is exact and slow: its blocks are found by a look at all pairs, at each
-            run. Make a Mask of it outside the compiled function, with `get_mask`, or the block mask once for all
-            layers. Write `mask.inverse()` for `~mask`, which torch does not trace. Values of tensors are not checked
-            there.
+            Inside your own torch.compile(fullgraph=True) the blocks of the mask are computed by your graph, from the
+            tensors of each run, and so are the bits of functions that go as data, by a look at all pairs. A function
+            that is made there and captures variables, a partial or an object is slow: its blocks are found by a look at
+            all pairs, at each run. Make a Mask of it outside the compiled function, with `get_mask`, or the block mask
+            once for all layers. Write `mask.inverse()` for `~mask`, which torch does not trace. Values of tensors are
+            not checked there.
             The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
             flexmasks where it is loaded. One for a fixed length that was exported on a GPU, or where no gradient was

@@ -14,12 +14,14 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
+from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
 from flexmasks.backends import (
@@ -40,10 +42,18 @@ from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
-from flexmasks.backends.traced_blocks import blocks_of_function, encode_mask, errors_logged, planned_blocks
+from flexmasks.backends.traced_blocks import (
+    blocks_of_function,
+    encode_mask,
+    errors_logged,
+    planned_blocks,
+    reads_batch_and_heads,
+)
+from flexmasks.blocks.bits import BITS, can_be_bits
+from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
-from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of, of_block_mask, shown_by
+from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask, shown_by
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.separate import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -72,6 +82,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
 _MUST_TRACE = ()  # no output has this shape
+_MOST_BITS = 1 << 31  # of a mask that is looked at at each run
 _BITS = "bits"  # begins an encoded mask whose bits are known, see `Described.visible`
 
 
@@ -106,6 +117,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     if compat.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     of_mask = _Encoded(encoded, q_offset) if request.block_mask is None else _data_of_block_mask(request.block_mask, q)
+    if isinstance(of_mask.mask, Flat) and "(False, " in of_mask.mask.text:  # perhaps a function that a user wrote
+        bits = _bits_of(of_mask.mask, of_mask.offset, of_mask.block_size, of_mask.sizes, q.detach(), k.detach())
+        if bits[0].shape != _MUST_TRACE:
+            words, table, *lists_of_bits = bits
+            block_size = of_mask.block_size or compat.constants(block_size_for(size))
+            of_mask = _Encoded((_BITS, words, table), 0, block_size)
+            lists = lists_of_bits if block_mask is None else lists_of(block_mask)
+            block_mask = made_of((q.shape[2], k.shape[2]), lists, block_size, reading_bits(words, table, block_size))
+    if of_mask.mask == UNKNOWN:
+        _check_numbers(cast(compat.BlockMask, block_mask).mask_mod, q.device)
     facts = _facts_of(q, k, v, request, score, encoded_score)
     scale = compat.constants(request.scale)
     arguments = of_mask, encoded_score, q_offset, q, k, v, scale, facts
@@ -119,6 +140,91 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             lse = results[1] if request.return_lse else None
             return Result(results[0], lse, has_sinks=request.sink_logits is not None)
     return _run_traced(request, mask, score, block_mask, size, *arguments)
+
+
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
+
+
+class _Narrow(TorchFunctionMode):
+    """Notes whether a function computes with numbers of less than 32 bits, which kernels compute in other types."""
+
+    found: torch.dtype | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and func is not Tensor.__getitem__:
+            dtypes = [x.dtype for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
+            numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
+            for dtype in dtypes:
+                if dtype in _NARROW:
+                    compares_otherwise = len(numbers) > 0 and not all(_holds(dtype, x) for x in numbers)
+                    is_mixed = any(other != dtype for other in dtypes)
+                    if out.dtype in _NARROW or is_mixed or compares_otherwise:
+                        self.found = dtype
+        return out
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Return whether a comparison with a number is the same in a dtype and in kernels."""
+    if dtype.is_floating_point:
+        return number == 0
+    return isinstance(number, float) or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+
+
+def _check_numbers(mask_mod: Callable[..., Tensor], device: torch.device) -> None:
+    """Check a mask's function that only torch's tracing can read: kernels compile it as it is."""
+    narrow = _Narrow()
+
+    def watched(*indices: Tensor) -> Tensor:
+        with narrow:
+            return mask_mod(*indices)
+
+    with torch.no_grad():
+        over_indices(watched)(*[torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)])
+    if narrow.found is not None:
+        fail(
+            f"torch.compile may compute the mask's function otherwise than Python does, because it computes with "
+            f"{narrow.found}: convert such numbers first, as in `table[q].int()` or `.float()`, or make the blocks "
+            "outside, with flexmasks.block_mask(function, ..., as_data=True), and pass them as block_mask."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(message: str) -> None:
+    _log.warning(message)
+
+
+@in_graph
+def _bits_of(
+    encoded: Any, offset: int | Tensor, block_size: tuple[int, int] | None, sizes: tuple[int, ...], q: Tensor, k: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the bits of a mask that the user's compiler may compute otherwise than Python does, their table, and the
+    lists of blocks; an operator computes them at each run. Of any other mask the result is one tensor of no dimensions.
+    """
+    with errors_logged():
+        encoded = _changed(encoded, _without_gradient)
+        mask = cast(Mask, decode("mask", _changed(encoded, compat.size_hint)))
+        size = unread(size_of(q, k, sizes), offset)
+        reason = forms.look_in_trace(TracedMask(mask, size, offset, None), q, k, is_score=False)
+        if not reason or reason in WAYS_IN_TRACE:
+            return (torch.empty(()),)
+        height, width = block_size or block_size_for(size)
+        reads_b, reads_h = reads_batch_and_heads(mask)
+        of_batch = size.batch if reads_b or isinstance(offset, Tensor) else 1
+        shape = of_batch, size.heads if reads_h else 1, *grid((size.q_len, size.kv_len), (height, width))
+        why = f"torch.compile may compute the mask {mask!r} otherwise than Python does: {reason}"
+        if not can_be_bits((height, width)) or math.prod(map(compat.size_hint, shape)) * height * width > _MOST_BITS:
+            fail(
+                f"{why}; write it with whole numbers that fit 32 bits, and one index for each tensor, or make the "
+                "blocks outside, with flexmasks.block_mask(..., as_data=True), and pass them as block_mask."
+            )
+        _log_once(f"{why}. Its bits are computed by a look at all pairs, at each run.")
+        described = tiles_operator.Described(("mask", encoded, offset, sizes), None, 0, (height, width), None)
+        words, table, possible, full = tiles_operator.bits_in_graph(q, k, (*shape, height, width // BITS), described)
+        lists = lists_of_blocks(possible, full)
+        return words, table, *(map(separate, lists) if q.device.type == "cpu" else lists)
 
 
 @in_graph
@@ -405,16 +511,15 @@ def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
     reason = None if backend == "auto" else why_not(backend, call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
-        refused = forms.refuses_traced(call) if name in _COMPILED else None
-        if refused is None:
+        reason = forms.refuses_traced(call) if name in _COMPILED else None
+        if reason is None:
             warn_of_order(name, call)
             if backend == "auto":
                 warn_of_dtypes(name, call)
             if name not in _COMPILED:
                 return name, [0, 0]
             return name, [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]
-        reason, should_be_written_otherwise = refused
-        if backend == "auto" and not should_be_written_otherwise:
+        if backend == "auto":
             _log.warning('inside torch.compile, backend "reference" takes the place of %r: %s', name, reason)
             return "reference", [0, 0]
     return fail(f"backend {backend!r} cannot run this call inside torch.compile: {reason}.")

@@ -18,13 +18,13 @@ from quick_kernels import in_cpp_on_day
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import calls
+from flexmasks import calls, inside_compile
 from flexmasks.backends import forms
 from flexmasks.backends.inexact import NARROW, NEGATIVE, OVERFLOW, inexact
 from flexmasks.backends.miscompiled import miscompiled
@@ -717,21 +717,24 @@ def test_data_in_torchs_own_kernels_of_many_lengths(device: str, limit: int) -> 
 
 
 @pytest.mark.slow
-def test_functions_inside_torch_compile() -> None:
-    """What would end the process, or be wrong by more than rounding, is refused there."""
+def test_functions_inside_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that kernels may compute otherwise than Python does go as bits, or are refused."""
     table, i32 = torch.rand(LENGTH, LENGTH) > 0.5, torch.randint(-100, 100, (LENGTH,), dtype=torch.int32)
     compiled_attention = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
     for function in (lambda b, h, q, kv: table[q][kv], lambda b, h, q, kv: i32[q] * 100000000 > 0):
-        mask = flexmasks.get_mask(function)
+        for backend in ("auto", "reference"):
+            got = compiled_attention(*qkv(), mask=flexmasks.get_mask(function), backend=backend)
+            assert error(got, expected(function)) < TOLERANCE[torch.float32]
+    for block_size, most in ((48, inside_compile._MOST_BITS), (128, 1 << 10)):
+        monkeypatch.setattr(inside_compile, "_MOST_BITS", most)
+        blocks = flexmasks.block_mask(lambda b, h, q, kv: table[q][kv], LENGTH, block_size=block_size)
         with pytest.raises(Exception, match="as_data=True"):
-            compiled_attention(*qkv(), mask=mask)
-        got = compiled_attention(*qkv(), mask=mask, backend="reference")
-        assert error(got, expected(function)) < TOLERANCE[torch.float32]
+            compiled_attention(*qkv(), block_mask=blocks)
 
 
 @pytest.mark.slow
-def test_functions_inside_torch_compile_that_the_reference_computes(caplog: pytest.LogCaptureFixture) -> None:
-    """Kernels compute in other types than Python, and the functions cannot be rewritten."""
+def test_numbers_that_kernels_compute_in_other_types_inside_torch_compile(caplog: pytest.LogCaptureFixture) -> None:
+    """Masks go as bits, and a call with such a score runs on the reference."""
     i8, far, real = torch.arange(LENGTH).to(torch.int8), torch.tensor(2**40), torch.randn(LENGTH).bfloat16()
     masks: list[Function] = [
         lambda b, h, q, kv: i8[kv] + torch.tensor(100) > 120,
@@ -745,7 +748,44 @@ def test_functions_inside_torch_compile_that_the_reference_computes(caplog: pyte
     score = flexmasks.get_score(lambda score, b, h, q, kv: torch.where(real[q] * 3 == real[kv] * 3, score, score - 3))
     got, want = (call(*qkv(), score=score) for call in (compiled_attention, flexmasks.attention))
     assert error(got, want) < TOLERANCE[torch.float32]
-    assert caplog.text.count('backend "reference" takes the place of') >= 4
+    assert caplog.text.count("Its bits are computed by a look at all pairs") >= 3
+    assert 'backend "reference" takes the place of' in caplog.text
+
+
+_BYTES, _HALVES = torch.arange(-100, 100).to(torch.int8), (torch.arange(-100, 100) * 0.1).half()
+_SMALL_NUMBERS: dict[str, Function] = {
+    "beside h": lambda b, h, q, kv: _BYTES[kv] + h > -50,
+    "beside a number": lambda b, h, q, kv: _BYTES[kv + 100] + torch.tensor(100) > 120,
+    "comparison": lambda b, h, q, kv: _HALVES[q + 80] > 0.1,
+    "sum": lambda b, h, q, kv: _HALVES[q + 100] + 2048 > _HALVES[kv + 100] + 2048,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_in(2, list(_SMALL_NUMBERS)))
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_small_numbers_inside_torch_compile(name: str, in_blocks: bool) -> None:
+    """Their tensors are global variables, which the look at a function has to replace."""
+    function = _SMALL_NUMBERS[name]
+    made = flexmasks.block_mask(function, LENGTH, batch=BATCH, heads=HEADS) if in_blocks else None
+    given: dict[str, Any] = {"block_mask": made} if in_blocks else {"mask": flexmasks.get_mask(function)}
+    got = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, **given), fullgraph=True)(*qkv())
+    assert error(got, expected(function)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", _SMALL_NUMBERS)
+def test_small_numbers_in_functions_that_only_torch_reads(name: str) -> None:
+    """They are refused in words, but not where they are only compared with one another."""
+    compiled_attention = torch.compile(
+        lambda q, k, v, blocks: flexmasks.attention(q, k, v, block_mask=blocks), fullgraph=True, backend="eager"
+    )
+    blocks = create_block_mask(_SMALL_NUMBERS[name], BATCH, HEADS, LENGTH, LENGTH, "cpu")
+    with pytest.raises(Exception, match=r"because it computes with torch\.(int8|float16): convert such numbers first"):
+        compiled_attention(*qkv(), blocks)
+    if name == "comparison":
+        blocks = create_block_mask(lambda b, h, q, kv: _BYTES[q] >= _BYTES[kv], None, None, LENGTH, LENGTH, "cpu")
+        got = compiled_attention(*qkv(), blocks)
+        assert error(got, expected(lambda b, h, q, kv: q >= kv)) < TOLERANCE[torch.float32]
 
 
 def negative() -> dict[str, Function]:

@@ -39,6 +39,7 @@ TODAY = random.Random(os.environ["FLEXMASKS_SEED"])  # the suite tries other fun
 Source = str | int | list[str]
 SECONDS = 300  # limit of one function; compilation takes up to 30
 BLOCK_SIZE = 32
+REFUSED = "may compute the mask's function otherwise than Python does, because it computes with"
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,12 @@ def faults(source: Source, job: dict[str, Any], seen: Callable[[float], None]) -
 def _form(name: str) -> Iterator[Callable[..., Tensor]]:
     """Give `attention` where kernels get functions in place of data, as in later calls, or inside torch.compile.
 
-    name: "function", "traced", or "" for what the library chooses.
+    name: "function", "traced", "traced blocks" for torch's block masks inside torch.compile, or "" for what the library
+        chooses.
     """
+    if name == "traced blocks":
+        yield _by_torchs_blocks
+        return
     if name == "traced":
         yield lambda q, k, v, mask, **more: torch.compile(
             lambda q, k, v: flexmasks.attention(q, k, v, mask=mask, **more), fullgraph=True
@@ -147,6 +152,19 @@ def _form(name: str) -> Iterator[Callable[..., Tensor]]:
             patch.setattr(forms, "_is_as_fast", lambda call: False)
             patch.setattr(mask_plan, "data_of", _no_data)
         yield flexmasks.attention
+
+
+def _by_torchs_blocks(q: Tensor, k: Tensor, v: Tensor, mask: flexmasks.Mask, q_offset: int, backend: str) -> Tensor:
+    assert not q_offset
+    made = create_block_mask(mask.definition.function, *q.shape[:3], k.shape[2], q.device)
+    try:
+        return torch.compile(
+            lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made, backend=backend), fullgraph=True
+        )(q, k, v)
+    except Exception as refused:
+        if REFUSED in str(refused):
+            raise ValueError(REFUSED) from None
+        raise
 
 
 def _no_data(*_: Any) -> None:
@@ -437,6 +455,33 @@ def test_compiled_functions_inside_compile(judge: Judge) -> None:
     functions = [*compiled_functions(0, 2)[0], "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
     judged = judge.judge(functions, Shape(2 * len(functions), 3, 100, 75), form="traced")
     assert not judged.fault, f"{judged.fault}: {functions}"
+
+
+SMALL = ("narrow dtypes", "half precision", "no dimensions", "batch and head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TODAY.sample(list(WRITTEN), 2))
+def test_written_functions_inside_compile(name: str, judge: Judge) -> None:
+    judged = judge.judge(name, list(SHAPES)[list(WRITTEN).index(name) % len(SHAPES)], form="traced")
+    assert not judged.fault, judged.fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TODAY.sample([name for name in WRITTEN if name.startswith(SMALL)], 2))
+def test_torchs_blocks_of_written_functions_inside_compile(name: str, judge: Judge) -> None:
+    """Only torch can read such functions: those that compute with numbers of less than 32 bits are refused."""
+    judged = judge.judge(name, "more keys", form="traced blocks")
+    assert not judged.fault or REFUSED in judged.fault, judged.fault
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("form", ["traced", "traced blocks"])
+def test_all_written_functions_inside_compile(form: str, judge: Judge) -> None:
+    names = [name for name in WRITTEN if form == "traced" or name.startswith(SMALL)]
+    faults = {name: judge.judge(name, "more keys", form=form).fault for name in names}
+    wrong = {name: fault for name, fault in faults.items() if fault and REFUSED not in fault}
+    assert not wrong, "\n".join(f"{name}: {fault}" for name, fault in wrong.items())
 
 
 @pytest.mark.gpu

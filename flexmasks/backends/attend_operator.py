@@ -1,11 +1,12 @@
-"""The operator torch.ops.flexmasks.attend, its backward operator and its gradient.
+"""The operators torch.ops.flexmasks.attend, with its backward operator and its gradient, and torch.ops.flexmasks.bits.
 
-It is registered when flexmasks is imported, so that a saved graph finds it. What it computes is imported at its first
-run, see `flexmasks.backends.tiles_operator`.
+They are registered when flexmasks is imported, so that a saved graph finds them. What they compute is imported at their
+first run, see `flexmasks.backends.tiles_operator`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,32 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     # torch takes an empty list for one of tensors, and wants a list back.
     of_numbers: list[list[Any] | None] = [None if part else [] for part in ctx.rest[:2]]
     return grad_q, grad_k, grad_v, None, None, of_tensors, *of_numbers, None
+
+
+@torch.library.custom_op("flexmasks::bits", mutates_args=())
+def _bits(
+    q: Tensor,
+    k: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    floats: Sequence[float],
+    text: str,
+    shape: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from flexmasks.backends import tiles_operator
+
+    return tiles_operator.bits(q, k, shape, (tensors, numbers, floats, text))
+
+
+@_bits.register_fake
+def _(q: Tensor, k: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *blocks, height, words = more[-1]
+    return (
+        q.new_empty((math.prod(blocks), height, words), dtype=torch.int32),
+        q.new_empty(blocks, dtype=torch.int32),
+        q.new_empty(blocks, dtype=torch.bool),
+        q.new_empty(blocks, dtype=torch.bool),
+    )
 
 
 _attend.register_autograd(_gradients, setup_context=_save)

@@ -60,43 +60,38 @@ def refuses(call: Call) -> str | None:
     return f"it may compute the mask otherwise than Python does: {reason}; {why_no_data}"
 
 
-def refuses_traced(call: Call) -> tuple[str, bool] | None:
-    """Return why the user's own torch.compile may not compile a call's functions, or None.
+def refuses_traced(call: Call) -> str | None:
+    """Return why the user's own torch.compile may not compile a call's score, or None.
 
-    The second value says whether the user should write them otherwise. Only what ends the process, or is wrong by more
-    than rounding, is refused: there is no data in its place.
+    Only what ends the process, or is wrong by more than rounding, is refused.
     """
-    reason = way_in_trace(call, is_score=False)
-    if reason in _WRONG:
-        why = f"it may compute the mask otherwise than Python does: {reason}; write one index for each tensor and "
-        why += "numbers that fit 32 bits, or make the blocks outside, with flexmasks.block_mask(..., as_data=True), "
-        return why + "and pass them as block_mask", reason in (WHOLE, OVERFLOW)
     reason = way_in_trace(call, is_score=True)
-    return (f"it may compute the score otherwise than Python does: {reason}", False) if reason in _WRONG else None
+    return f"it may compute the score otherwise than Python does: {reason}" if reason in _WRONG else None
 
 
 def way_in_trace(call: Call, is_score: bool) -> str:
     """Return how the user's own torch.compile computes a function right, or why not.
 
-    A key of WAYS_IN_TRACE, or "" for the function as it is.
+    A key of WAYS_IN_TRACE, or "" for the function as it is. A mask may not round, and a score may.
     """
     part = "score" if is_score else "mask"
     if part not in call.findings:
-        call.findings[part] = _look_in_trace(call, is_score)
+        call.findings[part] = look_in_trace(call.score if is_score else call.mask, call.q, call.k, is_score)
     return call.findings[part]
 
 
-def _look_in_trace(call: Call, is_score: bool) -> str:
-    part = call.score if is_score else call.mask
+def look_in_trace(part: Any, q: Tensor, k: Tensor, is_score: bool) -> str:
+    """Return what `way_in_trace` returns of a TracedMask or TracedScore."""
     if part is None or part.is_by_library or part.opaque:
         return ""
-    mod, device = part.mod(), call.q.device
-    sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    reason = inexact(mod, device, sizes, is_score, _WRONG)
+    mod, device = part.mod(), q.device
+    sizes = [compat.size_hint(n) for n in (*q.shape[:3], k.shape[2])]
+    reasons = _WRONG if is_score else None
+    reason = inexact(mod, device, sizes, is_score, reasons)
     if reason is None:
         return ""
     for way, rewrite in WAYS_IN_TRACE.items():
-        if inexact(rewrite(mod), device, sizes, is_score, _WRONG) is None:
+        if inexact(rewrite(mod), device, sizes, is_score, reasons) is None:
             return way
     return reason
 

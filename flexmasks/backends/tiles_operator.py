@@ -8,14 +8,18 @@ together. The text is the same in every process, because graphs are kept in file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
+from flexmasks.blocks.bits import BITS, packed
+from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
@@ -88,13 +92,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: De
     blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
         operator plans them.
     """
+    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(call))  # type: ignore[no-any-return]
+
+
+def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], call: Described) -> tuple[Tensor, ...]:
+    """Return what `bits` does, by one node of a graph, which no compiler sees through."""
+    return torch.ops.flexmasks.bits(q, k, *_taken_apart(call), shape)  # type: ignore[no-any-return]
+
+
+def _taken_apart(call: Described) -> tuple[Any, ...]:
     leaves: list[Any] = []
     text = text_of(tuple(call), leaves)
     places = tuple(next((kind for kind, of_kind in _LISTS.items() if isinstance(x, of_kind)), x) for x in leaves)
     lists = ([x for x in leaves if isinstance(x, of_kind)] for of_kind in _LISTS.values())
-    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    whole = repr((places, text))
-    return torch.ops.flexmasks.attend(q, k, v, partial, full, *lists, whole)  # type: ignore[no-any-return]
+    return *lists, repr((places, text))
 
 
 def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> Described:
@@ -128,6 +140,33 @@ def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leav
         return _tiles(q, k, partial, full, call, call.score_mod(q, k)).forward(q, k, v)
 
     return _in_another_thread(compute, q.device)
+
+
+def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute words and table of all blocks of a mask, see `plans.data.reading_bits`.
+
+    Also which blocks have any and which have only visible pairs.
+
+    shape: of the blocks [B or 1, H or 1, rows, columns], and of a block's words [queries, keys / 32].
+    """
+    *sizes, _, columns, height, in_words = shape
+    width = in_words * BITS
+
+    def compute() -> Tensor:
+        visible = over_indices(_described(*leaves).mask_mod(q, k))
+        b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
+        words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
+        for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
+            seen = boolean(visible(b, h, part, kv), 4)
+            seen = F.pad(seen, (0, columns * width - len(kv), 0, height - len(part)))
+            blocks = seen.unflatten(3, (columns, width)).transpose(2, 3)
+            out.copy_(packed(blocks.flatten(0, 2)).view(out.shape))
+        return words
+
+    words = _in_another_thread(compute, q.device)
+    table = torch.arange(math.prod(shape[:4]), dtype=torch.int32, device=q.device).view(*shape[:4])
+    of_blocks = words.flatten(4)
+    return words.view(-1, height, in_words), table, (of_blocks != 0).any(-1), (of_blocks == -1).all(-1)
 
 
 def backward(

@@ -151,7 +151,7 @@ def bounds(
         full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
     if kv_len % block_size[1]:
         full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
-    return Layout(q_len, kv_len, block_size, _lists(possible, full), None, decided.not_understood)
+    return Layout(q_len, kv_len, block_size, lists_of_blocks(possible, full), None, decided.not_understood)
 
 
 def lists_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -161,10 +161,11 @@ def lists_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> tuple[Tensor
     height, width = block_size
     padded = F.pad(visible, (0, columns * width - lengths[1], 0, rows * height - lengths[0]))
     blocks = padded.view(*visible.shape[:2], rows, height, columns, width)
-    return _lists(blocks.any(5).any(3), blocks.all(5).all(3))
+    return lists_of_blocks(blocks.any(5).any(3), blocks.all(5).all(3))
 
 
-def _lists(possible: Tensor, full: Tensor) -> tuple[Tensor, ...]:
+def lists_of_blocks(possible: Tensor, full: Tensor) -> tuple[Tensor, ...]:
+    """The index tensors of blocks of which some and all pairs are visible, by operations of fixed shapes."""
     # A compiler that sees the operations fuses them; on a CPU the operator would only be one more call.
     make_lists = index_lists_operator if on_gpu(full.device) else plain_index_lists
     return tuple(make_lists((possible & ~full).contiguous(), full.contiguous()))

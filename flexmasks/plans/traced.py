@@ -149,7 +149,7 @@ def without_traced(value: Modifier, size: Size) -> tuple[Modifier, Size]:
     batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
     starts = None if size.starts is None else _zeros_like(size.starts)
     known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end, starts=starts)
-    return with_tensors(value, _zeros_like), known
+    return with_tensors(value, _zeros_like, has_own_globals=True), known
 
 
 def _zeros_like(x: Tensor) -> Tensor:

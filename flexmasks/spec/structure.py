@@ -237,12 +237,15 @@ def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable |
     return tuple(key)
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a value with other tensors, but for those in global variables. Raises Opaque."""
+def with_tensors(value: Any, change: Callable[[Tensor], Any], has_own_globals: bool = False) -> Any:
+    """Return a copy of a value with other tensors. Raises Opaque.
+
+    has_own_globals: also in place of those in global variables, see `Structure.fill`.
+    """
     structure, leaves = flatten(value)
     if not structure.is_whole:
         raise Opaque(structure.unreadable)
-    return structure.fill([change(t) for t in leaves.tensors])
+    return structure.fill([change(t) for t in leaves.tensors], has_own_globals=has_own_globals)
 
 
 def replaced(value: Any, pairs: Iterable[tuple[Tensor, Any]]) -> Any:
