@@ -675,7 +675,12 @@ FAULTS: list[Fault] = [
         "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"
     ),
     Fault("pictures/picture.py", "elif cell[0] < block[0]", "elif cell[0] < block[1]", ("tests/test_picture.py",)),
-    Fault("pictures/svg.py", "int(b[i : i + 2], 16)", "int(b[i : i + 2], 17)", ("tests/test_picture.py",)),
+    Fault(
+        "pictures/svg.py",
+        "int(b[i : i + 2], 16)",
+        "int(b[i : i + 2], 17)",
+        ("tests/test_picture.py::test_levels_of_a_score_lie_evenly_between_two_colors",),
+    ),
     Fault(
         "pictures/cells.py",
         "if cell[dim] >= self.block_size[dim] and length",
