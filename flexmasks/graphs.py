@@ -42,9 +42,31 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         leaves: list[Any] = []
         text = text_of(args, leaves)
-        return run_in_graph(name, text, *leaves)
+        made = run_in_graph(name, text, *leaves)
+        if isinstance(made, torch.Tensor) and made.ndim == _DIMS_OF_ERROR:
+            raise (TypeError if made.shape[0] else ValueError)(f"{_message(made.shape[-1])}")
+        return made
 
     return call
+
+
+_DIMS_OF_ERROR = 9
+_MESSAGES: list[str] = []
+
+
+def _noted(error: ValueError | TypeError) -> torch.Tensor:
+    """Return a tensor whose shape stands for an error: one that `run_in_graph` raised would reach the user inside pages
+    of torch's own.
+    """
+    if str(error) not in _MESSAGES:
+        _MESSAGES.append(str(error))
+    shape = isinstance(error, TypeError), *[0] * (_DIMS_OF_ERROR - 2), _MESSAGES.index(str(error))
+    return torch.empty(tuple(map(int, shape)))
+
+
+@constant_in_graphs
+def _message(place: int) -> str:
+    return _MESSAGES[place]
 
 
 _IN_GRAPHS: dict[str, Callable[..., Any]] = {}
@@ -56,7 +78,13 @@ def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
     Graphs of torch.compile hold this function by its name, so it is public.
     """
     _let_torch_keep_graphs()
-    return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
+    try:
+        return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
+    except (ValueError, TypeError) as error:
+        is_looked_at = any(isinstance(x, compat.FakeTensor) for x in leaves) and not compat.in_tracing_mode()
+        if not (is_looked_at and str(error).startswith("flexmasks")):
+            raise
+        return _noted(error)
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 import random
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -1054,6 +1055,26 @@ def test_errors_say_what_is_wrong(arguments: dict[str, Any], message: str) -> No
     with pytest.raises(Exception) as caught:  # noqa: PT011 # errors of torch's own, which quote the library's
         compiled(*leaves(), **arguments)
     assert message in str(caught.value).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mask": "document", "document_ids": torch.zeros(2, 50, dtype=torch.long)}, "got int64[2, 50]"),
+        ({"mask": "document", "document_ids": torch.zeros(2, LENGTH)}, "pass `x.long()`"),
+        ({"score": "dense_bias", "bias": torch.ones(50, LENGTH)}, "must have a row for each of the 70 positions"),
+        ({"block_mask": create_block_mask(and_masks(), None, None, 256, 256, "cpu")[:1]}, "was made for"),
+    ],
+)
+def test_errors_take_a_few_lines(given: dict[str, Any], words: str) -> None:
+    """The words are the first line, and of the library's own frames one is shown."""
+    compiled = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, **given), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="flexmasks") as caught:
+        compiled(*leaves())
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert words in lines[0]
+    assert len(lines) <= 32
+    assert sum(f'File "{flexmasks.__path__[0]}' in line for line in lines) == 1
 
 
 def test_sdpa_would_run_unfused_with_values_of_another_head_size() -> None:

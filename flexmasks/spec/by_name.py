@@ -62,7 +62,16 @@ def says_what_to_write(
                     raise TypeError(f"{where} {taken}, got {in_message(args[most])}.")
                 what = hint(*args) if hint is not None else named(args[most], by_name)
                 raise TypeError(f"{where} {taken}; write {what}.")
-            if compat.is_compiling():  # torch traces no tracebacks
+            if torch.compiler.is_dynamo_compiling():  # traces no tracebacks, and writes one of all frames
+                try:
+                    return function(*args, **kwargs)
+                except (ValueError, TypeError) as error:
+                    message = f"{error.args[0]}" if error.args else ""
+                    if not message.startswith("flexmasks"):
+                        raise
+                    kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(message)
+            if compat.is_compiling():
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
