@@ -202,6 +202,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     # --- torch.compile ---
     # What torch.compile and torch.export know while they trace; without it, calls that they trace are not noticed.
     "traced_context": ("torch._guards:TracingContext.try_get", lambda: None),
+    # What torch.compile knows of the code that it traces; without it functions are not looked at there.
+    "traced_code": ("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", None),
     # The lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about
     # compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a
     # thread that compiles.
@@ -497,6 +499,16 @@ def constant_in_graphs(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_graphs
+def can_trace_transforms() -> bool:
+    """Return whether torch.compile, which traces this, can trace vmap and modes here.
+
+    Inside an operator of other code, such as an activation checkpoint, it cannot.
+    """
+    traced_code = named("traced_code")
+    return traced_code is not None and traced_code().output.current_tracer.parent is None
 
 
 def as_constant(number: int | float) -> int | float:

@@ -125,7 +125,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             of_mask = _Encoded((_BITS, words, table), 0, block_size)
             lists = lists_of_bits if block_mask is None else lists_of(block_mask)
             block_mask = made_of((q.shape[2], k.shape[2]), lists, block_size, reading_bits(words, table, block_size))
-    if of_mask.mask == UNKNOWN:
+    if of_mask.mask == UNKNOWN and compat.can_trace_transforms():
         _check_numbers(cast(compat.BlockMask, block_mask).mask_mod, q.device)
     facts = _facts_of(q, k, v, request, score, encoded_score)
     scale = compat.constants(request.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -21,6 +22,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from benchmarks import private_torch
@@ -786,6 +788,15 @@ def test_small_numbers_in_functions_that_only_torch_reads(name: str) -> None:
         blocks = create_block_mask(lambda b, h, q, kv: _BYTES[q] >= _BYTES[kv], None, None, LENGTH, LENGTH, "cpu")
         got = compiled_attention(*qkv(), blocks)
         assert error(got, expected(lambda b, h, q, kv: q >= kv)) < TOLERANCE[torch.float32]
+
+
+def test_given_blocks_in_a_checkpoint_inside_torch_compile() -> None:
+    """torch traces neither vmap nor modes there, so nothing looks at the function."""
+    blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, LENGTH, LENGTH, "cpu")
+    call = functools.partial(flexmasks.attention, block_mask=blocks)
+    compiled = torch.compile(lambda *x: checkpoint(call, *x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    q, k, v = qkv()
+    assert error(compiled(q, k, v), flexmasks.attention(q, k, v, mask="causal")) < TOLERANCE[torch.float32]
 
 
 def negative() -> dict[str, Function]:
