@@ -66,9 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.filename is None:
+        is_in_words = str(error).startswith("flexmasks")
+        if error.filename is None and not is_in_words:
             raise
-        print(f"flexmasks: {error.filename}: {error.strerror}.", file=sys.stderr)
+        print(error if is_in_words else f"flexmasks: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
     return 0
 

@@ -153,10 +153,16 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no folder": (["show", "causal", "--save", "/no/such/x.svg"], "/no/such/x.svg: No such file or directory"),
+    "no folder": (
+        ["show", "causal", "--save", "/no/such/x.svg"],
+        "'/no/such/x.svg' cannot be written, '/no/such' is no folder",
+    ),
     "a folder": (["show", "causal", "--save", "FOLDER.svg"], "FOLDER.svg: Is a directory"),
     "suffix": (["show", "causal", "--save", "x.gif"], "saved as .svg, .html, .txt, .pdf or .png, got 'x.gif'"),
-    "gallery in no folder": (["gallery", "/no/such/x.html"], "/no/such/x.html: No such file or directory"),
+    "gallery in no folder": (
+        ["gallery", "/no/such/x.html"],
+        "'/no/such/x.html' cannot be written, '/no/such' is no folder",
+    ),
     "gallery in a file": (["gallery", "FILE"], "FILE: File exists"),
     "bench": (["bench", "--mask", "causl", "--shape", "1,2,64,16"], "no mask is named 'causl'; did you mean 'causal'"),
     "bench parameter": (

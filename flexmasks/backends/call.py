@@ -77,7 +77,13 @@ def with_gradients_once(name: str, out: Tensor, kernel: str, *, by_compiler: boo
 
         node.register_prehook(refuse)
     elif node is not None:
-        node.register_hook(lambda grads, _: differentiated_once(name, grads) if torch.is_grad_enabled() else None)
+
+        def note(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...] | None:
+            # Under torch.func, which differentiates all that it can, torch itself says what has no derivatives.
+            may_follow = torch.is_grad_enabled() and not compat.transforms_active()
+            return differentiated_once(name, gradients) if may_follow else None
+
+        node.register_hook(note)
     return out
 
 
