@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -432,6 +433,9 @@ class AsAttentionMask:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.zeros_like:
             return torch.zeros(1, 1)
+        if not inspect.isroutine(function):  # an operator of graphs, as of a checkpoint, which takes any arguments
+            with compat.without_torch_function():
+                return function(*args, **(kwargs or {}))
         name, kind = getattr(function, "__name__", str(function)), cls.__name__
         raise TypeError(f"flexmasks: torch's {name} takes tensors, got a {kind}; flexmasks.dense_mask makes one of it.")
 
