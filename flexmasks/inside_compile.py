@@ -146,23 +146,35 @@ _NARROW = (torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
 
 
 class _Narrow(TorchFunctionMode):
-    """Notes whether a function computes with numbers of less than 32 bits, which kernels compute in other types."""
+    """Notes whether a function computes with numbers of less than 32 bits, which kernels compute in other types.
+
+    It may read and convert them, and compare numbers of one type that it read.
+    """
 
     found: torch.dtype | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and func is not Tensor.__getitem__:
-            dtypes = [x.dtype for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
+        if func is Tensor.__getitem__:
+            self._read.append(out)
+        elif isinstance(out, Tensor):
+            tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
             numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
-            for dtype in dtypes:
-                if dtype in _NARROW:
-                    compares_otherwise = len(numbers) > 0 and not all(_holds(dtype, x) for x in numbers)
-                    is_mixed = any(other != dtype for other in dtypes)
-                    if out.dtype in _NARROW or is_mixed or compares_otherwise:
-                        self.found = dtype
+            if out.dtype in _NARROW:
+                self.found = out.dtype
+            for x in tensors:
+                if x.dtype in _NARROW:
+                    # While torch traces, some operations, such as abs(x), pass a mode by.
+                    is_read = any(x is known for known in self._read)
+                    is_mixed = any(other.dtype != x.dtype for other in tensors)
+                    if not is_read or is_mixed or not all(_holds(x.dtype, n) for n in numbers):
+                        self.found = x.dtype
         return out
 
 
