@@ -61,6 +61,7 @@ def test_a_mask_whose_rows_differ_is_never_placed_by_chance(name: str) -> None:
         assert torch.equal(out, CALLS["attention"](q, k, mask=mask, q_offset=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(names("score").keys() - {"packed"}))
 def test_scores(name: str) -> None:
     def attended(score: Any, n: int) -> Tensor:

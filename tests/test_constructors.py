@@ -60,10 +60,11 @@ def test_they_show_what_they_take(entry: flexmasks.spec.registry.Entry) -> None:
 
 
 def test_one_signature_in_full() -> None:
-    cap = "cap: typing.Annotated[float, 'float in 0..']"
-    exact = "exact: typing.Annotated[bool, 'bool'] = False"
+    cap = "cap: Annotated[float, 'float in 0..']"
+    exact = "exact: Annotated[bool, 'bool'] = False"
     shown = f"(*, {cap}, {exact}) -> flexmasks.spec.values.Score"
-    assert str(inspect.signature(flexmasks.scores.softcap)) == shown
+    signature = str(inspect.signature(flexmasks.scores.softcap))
+    assert signature.replace("typing.", "") == shown  # which Python 3.11 writes
 
 
 def test_the_packages_list_them_and_nothing_else() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import in_campaigns, one_in
+from helpers import DEVICES, in_campaigns, one_in
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
@@ -754,12 +754,19 @@ def _causal(q_length: int = 20, kv_length: int = 20, window: int = 99) -> Tensor
     return (distance >= 0) & (distance < window)
 
 
-def check_call(tensors: list[Tensor], mask: Any, want: Tensor, layer: nn.Module | None = None, **given: Any) -> None:
+def check_call(
+    tensors: list[Tensor],
+    mask: Any,
+    want: Tensor,
+    layer: nn.Module | None = None,
+    atol: float = TOLERANCE,
+    **given: Any,
+) -> None:
     """Compare a call, and the gradients of all tensors that learn, with what was written out."""
     out, weights = attend(layer or Layer(is_causal=True), *tensors, mask, **given)
     assert weights is None
     assert out.is_contiguous()
-    assert torch.allclose(out, want, atol=TOLERANCE), float((out - want).abs().max())
+    assert torch.allclose(out.to(want.dtype), want, atol=atol), float((out - want).abs().max())
     learning = [*tensors, *[x for x in (mask, *given.values()) if isinstance(x, Tensor) and x.requires_grad]]
     weight = torch.randn_like(want)
     for x, y in zip(
@@ -767,7 +774,7 @@ def check_call(tensors: list[Tensor], mask: Any, want: Tensor, layer: nn.Module 
         torch.autograd.grad((want * weight).sum(), learning, retain_graph=True),
         strict=True,
     ):
-        assert torch.allclose(x, y, atol=TOLERANCE), float((x - y).abs().max())
+        assert torch.allclose(x, y, atol=atol), float((x - y).abs().max())
 
 
 def _late(q_length: int, kv_length: int, q_offset: Any = 0, function: Any = None) -> LateMask:
@@ -977,7 +984,7 @@ WAYS = {"block mask": trees.TreeBatch.block_mask, "mask": lambda batch: batch.ma
 
 
 def _gradients(model: nn.Module, outputs: list[Tensor]) -> Any:
-    weights = [torch.arange(x.numel()).view(x.shape).cos() for x in outputs]
+    weights = [torch.arange(x.numel(), device=x.device).view(x.shape).cos() for x in outputs]
     loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
     learning = [p for p in model.parameters() if p.requires_grad]
     return torch.autograd.grad(loss, learning, allow_unused=True, materialize_grads=True)
@@ -988,13 +995,15 @@ def _greatest(got: list[Tensor], want: list[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(got, want, strict=True) if x.numel()) / unit
 
 
-def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, float | str]:
+def check_family(
+    name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cpu", **changes: Any
+) -> dict[str, float | str]:
     """Return the errors of a tiny model by "flexmasks" against "eager", which computes sequences one by one.
 
     The sequences are computed one by one, also by layers that get no mask, and as trees, by each way to say so.
     Messages of flexmasks stand in place of errors, and {} for a model that does not call it.
     """
-    own, eager = huggingface_families.tiny(name, **changes)
+    own, eager = (model.to(device) for model in huggingface_families.tiny(name, **changes))
     calls = []
 
     def recorded(*given: Any, **arguments: Any) -> Any:
@@ -1006,9 +1015,9 @@ def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
 
     def alone(model: nn.Module) -> list[Tensor]:
         places = {"position_ids"} & set(inspect.signature(model.forward).parameters)
-        arguments = [{n: torch.arange(len(s))[None] for n in places} for s in SEQUENCES]
+        arguments = [{n: torch.arange(len(s), device=device)[None] for n in places} for s in SEQUENCES]
         return [
-            model(input_ids=torch.tensor([s]), use_cache=False, **a).logits[0]
+            model(input_ids=torch.tensor([s], device=device), use_cache=False, **a).logits[0]
             for s, a in zip(SEQUENCES, arguments, strict=True)
         ]
 
@@ -1034,7 +1043,7 @@ def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
     monkeypatch.setitem(functions, "flexmasks", without_mask)
     errors["no mask"] = error_of(lambda: alone(own))
     monkeypatch.setitem(functions, "flexmasks", attend)
-    batch = trees.pack(SEQUENCES)
+    batch = trees.pack(SEQUENCES, device=device)
     for way, mask_of in WAYS.items():
         given = {"attention_mask": mask_of(batch), "position_ids": batch.position_ids, "use_cache": False}
         errors[way] = error_of(lambda given=given: batch.gather(own(batch.tokens, **given).logits))
@@ -1056,11 +1065,14 @@ def check_family(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
         ("Bart", {}, "they count positions along the row"),
     ],
 )
-def test_families_of_models(family: str, changes: dict[str, Any], refused: str | None, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_families_of_models(
+    family: str, changes: dict[str, Any], refused: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     if not hasattr(transformers, name):
         pytest.skip(f"this release of transformers has no {name}")
-    errors = check_family(name, monkeypatch, **changes)
+    errors = check_family(name, monkeypatch, device, **changes)
     for way in ("alone", "no mask", *WAYS):
         if refused and way in WAYS:
             assert re.search(refused, str(errors[way])), errors
@@ -1069,13 +1081,14 @@ def test_families_of_models(family: str, changes: dict[str, Any], refused: str |
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", huggingface_families.families())
-def test_all_causal_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_causal_families(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are right, or refused in words, in each way."""
     if name == "BigBirdPegasusForCausalLM":
         pytest.skip("its decoder does not say that it is causal, so it cannot do without masks")
     try:
-        errors = check_family(name, monkeypatch)
+        errors = check_family(name, monkeypatch, device)
     except Exception as error:  # of transformers, or of a model that computes with its mask
         pytest.skip(f"{type(error).__name__}: {error}")
     assert all(isinstance(e, str) or e < TOLERANCE for e in errors.values()), errors
@@ -1134,13 +1147,14 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any], int | None, int | None]] = 
 PARENTS = torch.tensor([-1, *range(8), 3, *range(9, 15), 2, 16, 17, -1])  # branches at 3 and at 2, and another tree
 
 
-def _on_paths(window: int | None, chunk: int | None) -> Tensor:
-    """Return what tokens of the tree see, bool [20, 20]: ancestors one by one, with their distances and depths."""
-    visible, depths = torch.zeros(20, 20, dtype=torch.bool), []
-    for token in range(20):
+def _on_paths(window: int | None, chunk: int | None, parents: Tensor = PARENTS) -> Tensor:
+    """Return what tokens of the tree see, bool [T, T]: ancestors one by one, with their distances and depths."""
+    length = len(parents)
+    visible, depths = torch.zeros(length, length, dtype=torch.bool), []
+    for token in range(length):
         path = [token]
-        while PARENTS[path[-1]] >= 0:
-            path.append(int(PARENTS[path[-1]]))
+        while parents[path[-1]] >= 0:
+            path.append(int(parents[path[-1]]))
         depths.append(len(path) - 1)
         for distance, ancestor in enumerate(path):
             near = window is None or distance < window
@@ -1148,30 +1162,40 @@ def _on_paths(window: int | None, chunk: int | None) -> Tensor:
     return visible
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", ["block mask", "mask", "plan", "nothing", "copied block mask"])
 @pytest.mark.parametrize("way", OWN)
-def test_windows_and_chunks_of_layers(way: str, given: str) -> None:
+def test_windows_and_chunks_of_layers(way: str, given: str, device: str) -> None:
     """A layer's window and chunk are the same for every mask that it gets, or if it gets none."""
     attributes, arguments, window, chunk = OWN[way]
-    layer, tensors, mask = Layer(is_causal=True, **attributes), _qkv(), flexmasks.get_mask("tree", parents=PARENTS)
+    parents, tensors, check = PARENTS, _qkv(), check_call
+    if device == "cuda":  # in the precision and of a size that flash-attn-4 takes
+        parents = torch.cat([torch.where(PARENTS < 0, -1, PARENTS + 20 * i) for i in range(30)])
+        halves = [x.detach().to(device, torch.bfloat16) for x in _qkv(600, 600, 64, 64)]
+        tensors = [x.requires_grad_() for x in halves]
+        check = functools.partial(check_call, atol=0.04)
+    length, layer = len(parents), Layer(is_causal=True, **attributes)
+    mask = flexmasks.get_mask("tree", parents=parents.to(device))
+    exact = [x.float() for x in tensors]
     if given == "nothing":
-        chunks = torch.arange(20) // (chunk or 20)
-        visible = _causal(window=window or 99) & (chunks[:, None] == chunks)
-        check_call(tensors, None, _plainly(*tensors, visible), layer, **arguments)
+        chunks = torch.arange(length) // (chunk or length)
+        visible = _causal(length, length, window or length) & (chunks[:, None] == chunks)
+        check(tensors, None, _plainly(*exact, visible.to(device)), layer, **arguments)
         return
-    want = _plainly(*tensors, _on_paths(window, chunk))
+    want = _plainly(*exact, _on_paths(window, chunk, parents).to(device))
     if given.endswith("block mask"):
-        blocks: Any = flexmasks.block_mask(mask, 20)
-        check_call(tensors, copy.deepcopy(blocks) if given.startswith("copied") else blocks, want, layer, **arguments)
+        blocks: Any = flexmasks.block_mask(mask, length, device=device)
+        check(tensors, copy.deepcopy(blocks) if given.startswith("copied") else blocks, want, layer, **arguments)
         return
     function = masking_utils.causal_mask_function
     if window is not None:
         function = masking_utils.sliding_window_causal_mask_function(window)
     elif chunk is not None:
-        function = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(2, dtype=torch.int64))
-    held = mask if given == "mask" else flexmasks.plan(mask, 20, batch=2, heads=4)
-    made = make_mask(2, 20, None, mask_function=function, attention_mask=held)
-    check_call(tensors, made, want, layer, **arguments)
+        starts = torch.zeros(2, dtype=torch.int64, device=device)
+        function = masking_utils.chunked_causal_mask_function(chunk, starts)
+    held = mask if given == "mask" else flexmasks.plan(mask, length, batch=2, heads=4, device=device)
+    late = make_mask(2, length, None, mask_function=function, attention_mask=held)
+    check(tensors, late, want, layer, **arguments)
 
 
 @pytest.mark.parametrize("way", ["nothing", "sliding", "chunked"])

@@ -484,6 +484,7 @@ def _by_mode(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 _by_mode.note = "an attribute"  # type: ignore[attr-defined] # it is read, too
 
 
+@pytest.mark.slow
 def test_variables_of_a_module_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a Mask reads which was made before."""
     torch._dynamo.reset()
@@ -610,6 +611,7 @@ def test_what_functions_read_may_be_replaced(name: str, monkeypatch: pytest.Monk
         assert error(compiled(), want.double()) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize(
     "captured",
@@ -989,17 +991,24 @@ def test_kernels_for_the_gpu(call: dict[str, Any], length: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_cuda_graphs_of_torch_compile(as_bits: bool, needs_grad: bool) -> None:
     """Each replay of a graph of mode="reduce-overhead" plans with the documents of its step."""
     q, k, v = torch.randn(3, 2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(needs_grad).unbind()
 
+    small = torch.zeros(2, 1024, dtype=torch.int8, device="cuda")
+
+    def in_bytes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (small[b, q] + 120 == small[b, kv] + 120)  # the compiler would compute it in 32 bits
+
     def call(ids: Tensor) -> Tensor:
         mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
-        return flexmasks.attention(q, k, v, mask=mask)
+        return flexmasks.attention(q, k, v, mask=in_bytes if as_bits else mask)
 
     compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
     for _ in range(6):
         ids = (torch.rand(2, 1024, device="cuda") < 0.01).cumsum(1).int()
+        small.copy_(ids)
         torch.compiler.cudagraph_mark_step_begin()
         got = compiled(ids).detach().float().clone()
         want = call(ids).detach().float()
@@ -1067,12 +1076,13 @@ def test_errors_say_what_is_wrong(arguments: dict[str, Any], message: str) -> No
     ],
 )
 def test_errors_take_a_few_lines(given: dict[str, Any], words: str) -> None:
-    """The words are the first line, and of the library's own frames one is shown."""
+    """The words are the first line of torch 2.13 and later, and of the library's own frames one is shown."""
     compiled = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, **given), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="flexmasks") as caught:
         compiled(*leaves())
     lines = "".join(traceback.format_exception(caught.value)).splitlines()
-    assert words in lines[0]
+    is_old = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+    assert words in ("\n".join(lines) if is_old else lines[0])
     assert len(lines) <= 32
     assert sum(f'File "{flexmasks.__path__[0]}' in line for line in lines) == 1
 
@@ -1113,6 +1123,7 @@ _SPAN: Any = None
 _FIRST_KEY: Any = 7
 
 
+@pytest.mark.slow
 def test_variables_that_get_another_kind_of_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Mask knows where its variables are, and in which order, by the kinds of values that they held."""
     reading = flexmasks.get_mask(lambda b, h, q, kv: ((q - kv).abs() < _SPAN) & (q * 0 + kv >= _FIRST_KEY[0]))
@@ -1561,6 +1572,7 @@ def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None, len
     assert graphs() <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decodes", [False, True])
 def test_symbolic_lengths_of_what_masks_read(decodes: bool) -> None:
     """A kernel needs the sizes of the tensors that it reads: here of documents, with a length that becomes symbolic."""

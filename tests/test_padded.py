@@ -151,6 +151,7 @@ def test_padding_is_traced_for_any_length() -> None:
     assert sum(counts[3:]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("score", [None, "alibi", "slopes"])
 def test_replays_are_padded(score: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def test_values_that_learn_are_refused(length: int) -> None:
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [LENGTH, 1300, 1700])
 @pytest.mark.parametrize("modes", ["iii", "oio", "ioo", "oii", "ooi", "iio"])
 def test_updates_of_plans_in_inference_mode(length: int, modes: str) -> None:
@@ -152,6 +153,7 @@ def test_updates_of_plans_in_inference_mode(length: int, modes: str) -> None:
             assert_same(got, flexmasks.attention(*tensors, mask="document", document_ids=ids // size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [LENGTH, 1500])
 @pytest.mark.parametrize("sizes", [{}, {"batch": 2}, {"heads": 2}, {"batch": 2, "heads": 2}])
 @pytest.mark.parametrize("name", ["grouped_tril", "packed"])

@@ -98,6 +98,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], **call
     return torch.cat(outs), torch.cat(lses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["flex", "reference", "short", "decode"])
 @pytest.mark.parametrize("name", RULED)
 def test_queries_that_end_with_the_keys(name: str, backend: str) -> None:

@@ -33,6 +33,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | f
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_booleans(shape: tuple[int, ...], backend: str) -> None:

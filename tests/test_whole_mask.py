@@ -403,7 +403,7 @@ def _learning(name: str, device: str, dtype: torch.dtype, kv_heads: int = 4, siz
 
 
 @on_devices
-@pytest.mark.parametrize("name", _BIASES)
+@pytest.mark.parametrize("name", in_short(3, list(_BIASES)))
 def test_biases_that_learn(name: str, device: str) -> None:
     """Their gradients are sums in one order, equal at each run; new tensors at each step make no new kernels."""
     dtype = FP16 if INTERPRETED or "e" in name else BF16
@@ -431,7 +431,7 @@ def test_biases_that_learn(name: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["of pairs", "of heads", "of keys", "table"])
+@pytest.mark.parametrize("name", in_short(4, ["of pairs", "of heads", "of keys", "table"]))
 def test_biases_that_learn_inside_torch_compile(name: str, device: str, request: pytest.FixtureRequest) -> None:
     """Torch's own kernels would sum their gradients by atomics. New tensors at each step compile nothing."""
     # The sum over the pairs that read one entry of a table is the compiler's, which orders it where it is told to.
