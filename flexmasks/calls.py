@@ -26,7 +26,6 @@ from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
-from flexmasks.canvas import CanvasTiles, order_in_words, tiles_for
 from flexmasks.errors import passing_error
 from flexmasks.planned import (
     Planned,
@@ -106,9 +105,6 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
     if not compat.is_compiling():
         return _run_eagerly(q, k, v, request)
     request = without_plan(q, k, request)
-    found = tiles_for(q, k, v, request)
-    if found is not None:
-        return _run_in_tiles(q, k, v, *found)
     from flexmasks import inside_compile  # loads torch's compilers
 
     sinks, request = sinks_of(request)
@@ -130,15 +126,6 @@ def _as_kernels_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: CanvasTiles, own: Request) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call that takes its tokens into tiles.
-
-    own: the request there.
-    """
-    out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
-    return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
-
-
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
     request = without_plan(q, k, request)
@@ -151,10 +138,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         q, k, v = _as_kernels_read(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
-        found = tiles_for(q, k, v, request)
-        order = order_in_words(request, found and found[0])
-        if found is not None:
-            q, k, v, request = *(found[0].put(x, 2) for x in (q, k, v)), found[1]
         planned = plan_call(q, k, v, request)
         call = planned.call
         check(call, request.backend_name)
@@ -169,7 +152,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         as_data = chosen.why_data(call)
         form = f"data: {as_data}" if as_data else "its function"
         not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here, order)
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here)
 
 
 def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -214,9 +197,6 @@ def _run_given(
         again = run_again(*known, q, k, v, sinks)
         if again is not None:
             return again
-    found = tiles_for(q, k, v, request)
-    if found is not None:
-        return _run_in_tiles(q, k, v, *found)
     states = [] if known is None else list(map(identity, known[1]))
     result, planned = run_first_time(q, k, v, inner)
     if known is not None and result.replay is not None and planned is not None and not is_capturing(q.device):
@@ -253,9 +233,6 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
         if replay is not None and not capturing:
             held.keep(key, Launch(replay, None if held.tensors else []), state)
         return out
-    found = tiles_for(q, k, v, request)
-    if found is not None:
-        return _run_in_tiles(q, k, v, *found)
     result, planned = run_first_time(q, k, v, inner)
     may_keep = planned is not None and planned.call.holds_aliases and not capturing
     if key is not None and result.replay is not None and planned is not None and may_keep:

@@ -4,10 +4,11 @@ A canvas is (height, width), (depth, height, width), or has any number of axes. 
 is the fastest, is the order of `x.flatten()`. An order is a permutation: `order[t]` is the row-major number of the
 pixel that token t is.
 
-    order = tile_order((48, 64), (8, 16))
-    q, k, v = (x[:, :, order] for x in (q, k, v))  # from row-major tokens to tiles, one tile after the other
-    out = flexmasks.attention(q, k, v, mask="natten", height=48, width=64, kernel=7, order=order)
-    out = out[:, :, inverse_order(order)]  # and back
+    order = tile_order((48, 64), (8, 16))  # one tile after the other
+    out = in_tiles(flexmasks.attention, q, k, v, order=order, mask="natten", height=48, width=64, kernel=7)
+
+`in_tiles` takes row-major q, k and v into the order and the output back. A model that keeps its tokens in tiles does so
+once, by `x[:, order]` and `x[:, inverse_order(order)]`, and passes `order=order` to each call.
 
 The order decides how many blocks a window touches. In row-major order a block of 128 tokens is some rows, or part of a
 row, and a window of 7 x 7 pixels touches the blocks of 7 rows. In tiles of 8 x 16 pixels it touches only neighboring
@@ -18,12 +19,13 @@ is lower than a tile, row-major order touches fewer blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmasks.kernels.wide import in_wide_numbers, may_be_wide
 from flexmasks.spec.by_name import says_what_to_write as _says_what_to_write
 from flexmasks.spec.parameters import freeze as _freeze
 
@@ -94,6 +96,72 @@ def inverse_order(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order, dtype=torch.int64)
     inverse[order.long()] = torch.arange(len(order), device=order.device)
     return inverse
+
+
+@_says_what_to_write()
+def in_tiles(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, order: Tensor, **arguments: Any) -> Any:
+    """Call `attend` with the tokens of q, k and v in an order, and return its results with tokens as they were.
+
+    `order` goes to `attend`, too: masks that have this parameter see the same pairs of pixels in any order. Results are
+    those of the call without an order, within rounding, and gradients as well.
+
+    Args:
+        attend: `flexmasks.attention`, or a function of yours with its arguments. For a composition, or a plan, of masks
+            with the order pass `lambda q, k, v, order: flexmasks.attention(q, k, v, mask=plan)`.
+        q, k, v: [B, H, S, D] with a token for each pixel, in row-major order.
+        order: int[S], on the device of q, such as `tile_order` gives it. Keep it: with the same tensor a later call
+            finds its plan.
+        arguments: the other arguments of `attend`.
+
+    Returns:
+        What `attend` returns, a tensor or a tuple of tensors [B, H, S, ...].
+
+    Raises:
+        TypeError: `order` is no tensor of one dimension.
+        ValueError: q, k and v do not have as many tokens as the order, or are on another device.
+
+    Example:
+        >>> import flexmasks
+        >>> image = {"mask": "natten", "height": 32, "width": 32, "kernel": 7}
+        >>> q, k, v = torch.randn(3, 1, 2, 32 * 32, 16)
+        >>> order = tile_order((32, 32), (8, 16))
+        >>> out = in_tiles(flexmasks.attention, q, k, v, order=order, **image)
+        >>> torch.allclose(out, flexmasks.attention(q, k, v, **image), atol=1e-5)
+        True
+    """
+    back = inverse_order(order)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[2] != len(order) or x.device != order.device:
+            raise ValueError(
+                f"flexmasks.orders.in_tiles: `{name}` must be [B, H, {len(order)}, D] on {order.device}, as `order` is "
+                f"int[{len(order)}] there, got {tuple(x.shape)} on {x.device}."
+            )
+    into = order.long()
+    results = attend(*(_Moved.apply(x, into, back) for x in (q, k, v)), order=order, **arguments)
+    if isinstance(results, Tensor):
+        return _Moved.apply(results, back, into)
+    return tuple(_Moved.apply(x, back, into) for x in results)
+
+
+class _Moved(torch.autograd.Function):
+    """x[:, :, order]. Its gradient is moved back; that of torch's index_select would be added up by atomics."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        if x.ndim == 4 and may_be_wide(x):
+            return in_wide_numbers(x).index_select(2, order).view(x.dtype)
+        return x.index_select(2, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Moved.apply(gradients[0], inverse, order), None, None
 
 
 def _axes(**given: Any) -> list[tuple[int, ...]]:

@@ -606,7 +606,7 @@ FAULTS: list[Fault] = [
     ),
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
     Fault("sharded.py", "sinks.narrow(0, place.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
-    # --- calls, caches, canvases, threads, pictures ---
+    # --- calls, caches, orders, threads, pictures ---
     Fault(
         "cache.py",
         "compat.version(tensor), tensor.data_ptr(),",
@@ -669,7 +669,8 @@ FAULTS: list[Fault] = [
         "size = Size(len(q), q.shape[0], q.shape[2], n_pages",
         ("tests/test_paging.py::test_masks_of_all_kinds_count_positions_in_the_sequence",),
     ),
-    Fault("canvas.py", "is_plain = request.score is None and isinstance", "is_plain = isinstance"),
+    Fault("orders.py", "return _Moved.apply(results, back, into)", "return _Moved.apply(results, into, back)"),
+    Fault("orders.py", "_Moved.apply(gradients[0], inverse, order)", "_Moved.apply(gradients[0], order, inverse)"),
     Fault("orders.py", "number * -(-length // size)", "number * (length // size)"),
     Fault(
         "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"

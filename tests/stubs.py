@@ -51,7 +51,7 @@ def _type(p: Parameter) -> str:
     """Return the type of a parameter: numbers, tuples and words, and for tensors also arrays and nested sequences."""
     numbers, sequences, takes_tensor = [], [], False
     for a in p.alternatives:
-        element = {"length": "int", "word": f'Literal["{a.word}"]'}.get(a.kind, a.kind)
+        element = "int" if a.kind == "length" else a.kind
         if a.dims is None:
             numbers.append(element if a.count is None else f"tuple[{', '.join([element] * a.count)}]")
             continue

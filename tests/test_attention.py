@@ -50,6 +50,7 @@ import flexmasks
 from flexmasks import trees
 from flexmasks.backends import short_cpu, table, waiting
 from flexmasks.backends.call import Unavailable, proven
+from flexmasks.orders import in_tiles, tile_order
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
@@ -1467,8 +1468,9 @@ _SELECTED = {
     "offset": lambda q, k, v, ids: flexmasks.attention(q[:, :, :99], k, v, mask="causal", q_offset=ids[:, -1] + 1),
     "made inside": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids + 1),
     "grouped_tril": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=ids[:, -1] * 20),
-    "natten": lambda q, k, v, ids: flexmasks.attention(
-        q, k, v, mask="natten", height=15, width=10, kernel=(5, 3), order="auto"
+    "natten": lambda q, k, v, ids: in_tiles(
+        flexmasks.attention, q, k, v, order=tile_order((15, 10), (5, 5)), mask="natten", height=15, width=10,
+        kernel=(5, 3),
     ),
     "pages": lambda q, k, v, ids: flexmasks.paged_attention(
         q[:, :, -20:], _slots(k), _slots(v), ids.new_tensor([[1], [0]]), ids[:, -1] + 140, mask="causal"

@@ -397,8 +397,8 @@ def test_the_tables_of_limits() -> None:
         *(
             row("neighborhoods", case, who, ms, "flex_flash", inference_backend="flex_flash", **fractions)
             for case in ("natten3d 9", "natten3d 9, stride 3", "natten1d 9")
-            for who, ms in (("row-major", 2.0), ('order="auto"', 1.0), ("full attention", 2.0))
-            if not (case == "natten1d 9" and "auto" in who)
+            for who, ms in (("row-major", 2.0), ("in tiles", 1.0), ("full attention", 2.0))
+            if not (case == "natten1d 9" and who == "in tiles")
         ),
     ]  # fmt: skip
     small = {**about, "kind": "small calls", "case": "causal", "passes": "forward"}
@@ -444,8 +444,8 @@ def test_the_tables_of_limits() -> None:
             f"| 2 (flex_flash); 2 / 4 (flex_flash) | {' | '.join([f'{2 / ms:.1f} x'] * 3)} | 2.5 x | 10.0 x | {target}|"
             for case, tokens, ms, target in (
                 ("natten3d 9", "row-major", 2, ""),
-                ("natten3d 9", 'order="auto"', 1, "2.0 x "),
-                ("natten3d 9, stride 3", 'order="auto"', 1, "8.7 x "),
+                ("natten3d 9", "in tiles", 1, "2.0 x "),
+                ("natten3d 9, stride 3", "in tiles", 1, "8.7 x "),
                 ("natten1d 9", "row-major", 2, "12.0 x "),
             )
         ),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks.blocks import build, limits
-from flexmasks.orders import inverse_order, morton_order, tile_order
+from flexmasks.orders import in_tiles, inverse_order, morton_order, tile_order
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(3, 2, 4, 64, 16).unbind(0)
@@ -625,6 +625,14 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
         "`canvas` must be a tuple of ints, such as (48, 64)",
     ),  # type: ignore[arg-type]
     "order a list": (lambda: inverse_order([1, 0]), "`order` must be a tensor of one dimension"),  # type: ignore[arg-type]
+    "order a word": (
+        lambda: flexmasks.attention(Q, Q, Q, mask="natten", height=8, width=8, kernel=3, order="auto"),
+        "`order` must be int[KV] in 0..KV-1 (here KV=64), got 'auto' (str)",
+    ),
+    "in_tiles of fewer tokens": (
+        lambda: in_tiles(flexmasks.attention, Q, Q[:, :, :-1], Q, order=torch.arange(64), mask="causal"),
+        "flexmasks.orders.in_tiles: `k` must be [B, H, 64, D] on cpu",
+    ),
 }
 
 

@@ -35,7 +35,6 @@ ORDER = {
             ["plans"],
             ["backends"],
             ["request"],
-            ["canvas"],
             ["inside_compile"],
             ["planned"],
             ["calls"],

@@ -181,7 +181,7 @@ def public_calls() -> list[Any]:
 
     modules: list[ModuleType] = [flexmasks, distributed, huggingface]
     calls = [getattr(module, name) for module in modules for name in module.__all__]
-    calls += [orders.tile_order, orders.morton_order, orders.inverse_order]
+    calls += [orders.tile_order, orders.morton_order, orders.inverse_order, orders.in_tiles]
     return [call for call in calls if inspect.isfunction(call)]
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import DEVICES, TOLERANCE, error, torch_says
+from hypothesis import given
+from hypothesis import strategies as st
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +23,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls
 from flexmasks.backends import flex_kernels, sdpa
+from flexmasks.kernels import wide
 
 BATCH, HEADS, LENGTH, SIZE = 2, 2, 96, 32
 
@@ -243,3 +247,25 @@ def test_layouts_on_a_gpu(name: str) -> None:
     visible = _of_indices(_window).cuda()
     out = flexmasks.attention(q, k, v, mask=_window, backend="flex")
     assert error(out, _attended(q, k, v, visible).cpu()) < TOLERANCE[torch.bfloat16]
+
+
+@given(st.data())
+def test_wide_copies_between_any_layouts(data: st.DataObject) -> None:
+    def laid(shape: list[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of this shape, as a part of a larger one with its dimensions in any order."""
+        places = data.draw(st.permutations(range(len(shape))))
+        if data.draw(st.booleans()):  # the last dimension stays the last one, as where copies are wide
+            places = [*(n for n in places if n != len(shape) - 1), len(shape) - 1]
+        more = [shape[n] + data.draw(st.sampled_from([0, 0, 1, 8])) for n in places]
+        first = data.draw(st.sampled_from([0, 0, 1]))
+        numbers = torch.zeros(first + math.prod(more), dtype=dtype)[first:].view(more)
+        return numbers.permute([places.index(n) for n in range(len(shape))])[tuple(slice(n) for n in shape)]
+
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int64]))
+    shape = [*data.draw(st.lists(st.integers(0, 4), max_size=3)), data.draw(st.sampled_from([1, 6, 8, 16]))]
+    place, x = laid(shape, dtype), laid(shape, dtype)
+    x.copy_(torch.arange(1, 1 + x.numel()).view(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide, "on_gpu", lambda device: True)
+        wide.copy(place, x)
+    assert place.equal(x)

@@ -62,7 +62,7 @@ def of_masks(q: Tensor, ids: Tensor) -> None:
     ):
         flexmasks.attention(q, q, q, mask=given)
     sliding_window(window=ids)
-    masks.natten(height=8, width=8, kernel=(3, 5), causal=(True, False), order="auto")
+    masks.natten(height=8, width=8, kernel=(3, 5), causal=(True, False), order=None)
     masks.natten(height=8, width=8, kernel=3, order=[0, 1])
     masks.block_sparse(visible_blocks=[[True, False]], block=(128, 64))
     masks.key_padding(attention_mask=[[1, 0]])

@@ -1,7 +1,7 @@
 """Functions that make masks. Written by `python tests/test_readme.py` from the definitions."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -358,7 +358,7 @@ def natten(
     dilation: int | tuple[int, int] = 1,
     stride: int | tuple[int, int] = 1,
     causal: bool | tuple[bool, bool] = False,
-    order: Literal["auto"] | Tensor | NDArray[Any] | Sequence[int] | None = None,
+    order: Tensor | NDArray[Any] | Sequence[int] | None = None,
 ) -> Mask:
     """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
@@ -371,9 +371,8 @@ def natten(
         dilation, queries share a window only inside their dilation group.
     causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
     order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
-        tiles a window mostly touches fewer blocks. With "auto" tokens are in row-major order, and a call of `attention`
-        may take q, k and v into tiles and its output back, where it then computes clearly fewer blocks: a call with
-        this mask alone, without a score and q_offset, with as many queries as keys, on a CPU or an NVIDIA GPU.
+        tiles a window mostly touches fewer blocks: flexmasks.orders.in_tiles takes q, k and v into tiles and the output
+        back.
     """
 
 def natten1d(
@@ -399,7 +398,7 @@ def natten3d(
     dilation: int | tuple[int, int, int] = 1,
     stride: int | tuple[int, int, int] = 1,
     causal: bool | tuple[bool, bool, bool] = False,
-    order: Literal["auto"] | Tensor | NDArray[Any] | Sequence[int] | None = None,
+    order: Tensor | NDArray[Any] | Sequence[int] | None = None,
 ) -> Mask:
     """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
 
@@ -432,15 +431,15 @@ def sasa(
     height: int,
     width: int,
     window: int | tuple[int, int],
-    order: Literal["auto"] | Tensor | NDArray[Any] | Sequence[int] | None = None,
+    order: Tensor | NDArray[Any] | Sequence[int] | None = None,
 ) -> Mask:
     """A window of rows and columns around each pixel, cut at the edges.
 
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
     window: the greatest distance, one for both axes or (rows, columns); away from the edges 2 * window + 1 pixels per
         axis are visible.
-    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it, or "auto", as in
-        the mask `natten`.
+    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it; see the mask
+        `natten`.
     """
 
 def shared_prefix(

@@ -12,7 +12,7 @@ from flexmasks.orders import coordinates
 from flexmasks.spec import Size, always, bounded, check_canvas, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
-Order = Annotated[Tensor | str | None, "int[KV] in 0..KV-1 | 'auto'"]
+Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]
 Kernel1 = Annotated[int, "int in 1.."]
 Kernel2 = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 Kernel3 = Annotated[int | tuple[int, int, int], "int in 1.. | int(3) in 1.."]
@@ -87,9 +87,8 @@ def natten(
         dilation, queries share a window only inside their dilation group.
     causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
     order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
-        tiles a window mostly touches fewer blocks. With "auto" tokens are in row-major order, and a call of `attention`
-        may take q, k and v into tiles and its output back, where it then computes clearly fewer blocks: a call with
-        this mask alone, without a score and q_offset, with as many queries as keys, on a CPU or an NVIDIA GPU.
+        tiles a window mostly touches fewer blocks: flexmasks.orders.in_tiles takes q, k and v into tiles and the output
+        back.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.
@@ -133,7 +132,7 @@ def natten3d(
     return _neighborhood(q, kv, axes, pixels)
 
 
-def _prepare(size: Size | None, canvas: dict[str, int], order: Tensor | str | None, *window: Any) -> dict[str, Any]:
+def _prepare(size: Size | None, canvas: dict[str, int], order: Tensor | None, *window: Any) -> dict[str, Any]:
     """The arguments of the masks. `window`: kernel, dilation, stride and causal, one for all axes or for each."""
     check_canvas(size, canvas)
     each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in window]
@@ -169,11 +168,11 @@ def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
     return prepared | {"words": words_of(size, fields)}
 
 
-def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[int]) -> Pixels:
+def pixels_of(size: Size | None, order: Tensor | None, canvas: Sequence[int]) -> Pixels:
     """The coordinates of each token, [axes, tokens], or None in row-major order. Raises ValueError if the order may be
     read and is no permutation.
     """
-    if not isinstance(order, Tensor):  # "auto" is for calls, which reorder the tokens themselves
+    if order is None:
         return None
     tokens = torch.arange(len(order), device=order.device)
     if may_read(size, order) and not torch.equal(order.long().sort().values, tokens):

@@ -55,8 +55,8 @@ def sasa(
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
     window: the greatest distance, one for both axes or (rows, columns); away from the edges 2 * window + 1 pixels per
         axis are visible.
-    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it, or "auto", as in
-        the mask `natten`.
+    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it; see the mask
+        `natten`.
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
     Peers: xformers local_2d_pattern(distance=window + 1, p=inf); `natten` shifts the window at the edges instead.

@@ -31,7 +31,6 @@ class Explanation:
     mask: str  # what the kernel computes the mask from
     blocks: Blocks  # what the mask skips
     not_here: tuple[str, ...] = ()  # the other backends that this machine, or the device of the call, lacks
-    order: str = ""  # whether order="auto" takes tokens into another order, and into which, or ""
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("backend", self.backend)]
@@ -42,8 +41,6 @@ class Explanation:
         if lacking:
             said = [f"{', '.join(names)} ({reason})" for reason, names in lacking.items()]
             rows.append(("not here", "; ".join(said)))
-        if self.order:
-            rows.append(("order", self.order))
         rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask)]
         if self.recompiles_on:
             rows.append(("recompiles on", self.recompiles_on))

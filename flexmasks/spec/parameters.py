@@ -12,7 +12,6 @@ A specification is a list of alternatives, `KIND`, `KIND(n)` or `KIND[dimensions
     length             an int that only bounds lengths, so that kernels do not depend on it
     int(2)             a tuple of two Python numbers
     int[B, S]          a tensor; `int[]` is a 0-dimensional one
-    'auto'             this string
 
 Dimensions and bounds are integers, names of the sizes below, or a new name, which stands for any size:
 
@@ -44,7 +43,6 @@ _BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
 _ALTERNATIVE = re.compile(
     r"(?P<kind>int|float|bool|length)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
     rf"(?: in (?P<low>{_BOUND})?\.\.(?P<high>{_BOUND})?)?"
-    r"|'(?P<word>[a-z_]+)'"
 )
 _QUOTES = "'\""
 _SPECIFICATION_INSIDE = re.compile(rf"(?:^|[{_QUOTES}])(?:int|float|bool|length)(?:\[|\(| in )")
@@ -99,7 +97,6 @@ class _Alternative:
     dims: tuple[str, ...] | None = None  # dimensions of a tensor; None for numbers
     low: str = ""
     high: str = ""
-    word: str = ""  # the string that is meant
 
     @classmethod
     def parse(cls, text: str) -> _Alternative:
@@ -116,12 +113,11 @@ class _Alternative:
             )
         count, dims = match["count"], match["dims"]
         return cls(
-            kind=match["kind"] or "word",
+            kind=match["kind"],
             count=int(count) if count else None,
             dims=None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip()),
             low=match["low"] or "",
             high=match["high"] or "",
-            word=match["word"] or "",
         )
 
 
@@ -182,8 +178,6 @@ class Parameter:
         return self._check_numbers(what, value, size, sizes)
 
     def _check_numbers(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
-        if isinstance(value, str) and any(a.word == value for a in self.alternatives if a.word):
-            return value
         numbers = value if isinstance(value, tuple) else (value,)
         count = len(numbers) if isinstance(value, tuple) else None
         for alternative in self.alternatives:
@@ -518,8 +512,6 @@ def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
 
 
 def _is_number(value: Any, kind: str) -> bool:
-    if kind == "word":
-        return False
     if kind == "bool":
         return isinstance(value, bool)
     if isinstance(value, bool):

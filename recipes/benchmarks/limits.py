@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks import first_calls
 from benchmarks.limits_tables import (
-    AUTO,
     CAPPED,
     FLEX,
     FULL,
@@ -25,6 +24,7 @@ from benchmarks.limits_tables import (
     SINKS,
     SMALL_CALLS,
     SOFT_CAP,
+    TILES,
     WITH_SINKS,
     table,
 )
@@ -36,6 +36,7 @@ from benchmarks.steps import QUICK, Pace, measure, measured_rows
 from benchmarks.steps_tables import OURS
 from flexmasks.attention import attention, explain
 from flexmasks.cache import clear_caches
+from flexmasks.orders import in_tiles, tile_order
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
@@ -89,6 +90,7 @@ class Neighborhood(NamedTuple):
     heads: int
     size: int
     stride: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()  # of pixels, if the call is measured with tokens in tiles, too
 
     @property
     def name(self) -> str:
@@ -103,14 +105,13 @@ class Neighborhood(NamedTuple):
         """The fraction of all pairs that is visible; at an edge the window shifts inward."""
         return math.prod(self.kernel) / math.prod(self.canvas)
 
-    def masks(self) -> dict[str, Mask]:
-        """Return the masks by the order of tokens in the call."""
+    def mask(self) -> Mask:
         if len(self.canvas) == 1:
-            return {ROWS: get_mask("natten1d", length=self.canvas[0], kernel=self.kernel[0])}
+            return get_mask("natten1d", length=self.canvas[0], kernel=self.kernel[0])
         name = "natten" if len(self.canvas) == 2 else "natten3d"
         parameters: dict[str, Any] = {"kernel": self.kernel, **({"stride": self.stride} if self.stride else {})}
         parameters |= zip(("depth", "height", "width")[-len(self.canvas) :], self.canvas, strict=True)
-        return {ROWS: get_mask(name, **parameters), AUTO: get_mask(name, order="auto", **parameters)}
+        return get_mask(name, **parameters)
 
 
 class Scale(NamedTuple):
@@ -141,8 +142,8 @@ _GPU = Scale(
         Kind(_BF16, Shape(1, 16, 16, 8192, 128)),
     ],
     neighborhoods=[
-        Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128),
-        Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128, stride=(2, 8, 8)),
+        Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128, tile=(2, 16, 4)),
+        Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128, stride=(2, 8, 8), tile=(2, 8, 8)),
         Neighborhood((56, 56), (7, 7), 4, 16, 128),
         Neighborhood((64, 128), (7, 7), 4, 16, 128),
         Neighborhood((32768,), (2048,), 1, 16, 128),
@@ -161,7 +162,7 @@ _CPU = Scale(
         Kind(_FP32, Shape(1, 8, 2, 2048, 64)),
     ],
     neighborhoods=[
-        Neighborhood((8, 16, 16), (5, 7, 7), 1, 4, 64),
+        Neighborhood((8, 16, 16), (5, 7, 7), 1, 4, 64, tile=(2, 8, 8)),
         Neighborhood((56, 56), (7, 7), 1, 4, 64),
         Neighborhood((4096,), (256,), 1, 4, 64),
     ],
@@ -174,7 +175,7 @@ _QUICK = Scale(
     small_window=16,
     kinds=[Kind(_FP32, Shape(1, 4, 2, 200, 24))],
     neighborhoods=[
-        Neighborhood((4, 8, 8), (3, 3, 3), 1, 2, 16),
+        Neighborhood((4, 8, 8), (3, 3, 3), 1, 2, 16, tile=(2, 8, 8)),
         Neighborhood((16, 16), (7, 7), 1, 2, 16),
         Neighborhood((256,), (16,), 1, 2, 16),
     ],
@@ -316,10 +317,13 @@ def _neighborhood_rows(case: Neighborhood, device: torch.device, dtype: torch.dt
     length = math.prod(case.canvas)
     shape = Shape(case.batch, case.heads, case.heads, length, case.size)
     inputs = shape.tensors(device, dtype, True)
-    masks = {**case.masks(), FULL: get_mask("full")}
+    calls: dict[str, dict[str, Any]] = {ROWS: {"mask": case.mask()}, FULL: {"mask": get_mask("full")}}
     implementations: dict[str, Callable[..., Tensor]] = {
-        who: functools.partial(attention, mask=mask) for who, mask in masks.items()
+        who: functools.partial(attention, **call) for who, call in calls.items()
     }
+    if case.tile:
+        calls[TILES] = {"mask": case.mask(), "order": tile_order(case.canvas, case.tile).to(device)}
+        implementations[TILES] = functools.partial(in_tiles, attention, **calls[TILES])
     alone = [x.detach() for x in inputs]
     inference, _ = _measured(implementations, alone, runs, required=implementations, backward=False)
     measured, _ = _measured(implementations, inputs, runs, required=implementations)
@@ -328,10 +332,10 @@ def _neighborhood_rows(case: Neighborhood, device: torch.device, dtype: torch.dt
         who = row["who"]
         alone_of = inference[who].entries()
         row |= {"inference_ms": alone_of["forward_ms"], "inference_first_s": alone_of["first_s"]}
-        row["inference_backend"] = explain(*alone, mask=masks[who]).backend
-        explanation = explain(*inputs, mask=masks[who])
+        row["inference_backend"] = explain(*alone, **calls[who]).backend
+        explanation = explain(*inputs, **calls[who])
         row["backend"] = explanation.backend
-        row["difference"] = _error(measured[who].output, inputs, mask=masks[who])
+        row["difference"] = _error(measured[who].output, inputs, mask=calls[who]["mask"])
         if who != FULL:
             row["visible"] = float(f"{case.visible:.4g}")
             row["computed"] = float(f"{1 - explanation.blocks.sparsity:.4g}")

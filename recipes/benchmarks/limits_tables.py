@@ -15,7 +15,7 @@ SINKS, HEAD_SIZES, SMALL_CALLS = "sinks", "head sizes", "small calls"
 SOFT_CAP, NEIGHBORHOODS = "soft-cap", "neighborhoods"
 # Who runs a call; the names of other libraries are those in the benchmark of attention.
 WITH_SINKS, CAPPED, PLAIN = "with sinks", "with a soft-cap", "without"
-ROWS, AUTO, FULL = "row-major", 'order="auto"', "full attention"
+ROWS, TILES, FULL = "row-major", "in tiles", "full attention"
 SDPA, FA4, FLEX = "SDPA", "FA4", "flex_attention"
 # Targets: the most that sinks and, by head size, a soft-cap may cost, as times of the call without them; how many times
 # as long flex_attention should take, on kernels of FlashAttention 4 and on others; seconds of a warm first call; and of
@@ -237,12 +237,12 @@ def _neighborhoods_table(cases: list[_ByWho]) -> str:
     rows = []
     for by_who in cases:
         full = by_who[FULL]
-        for who in (ROWS, AUTO):
+        for who in (ROWS, TILES):
             if who in by_who:
                 ours = by_who[who]
                 gains = [full[key] / ours[key] for key in ("inference_ms", "forward_ms")]
                 gains += [_total(full) / _total(ours), 1 / ours["computed"], 1 / ours["visible"]]
-                target = _neighborhoods_target(ours) if who == AUTO or AUTO not in by_who else None
+                target = _neighborhoods_target(ours) if who == TILES or TILES not in by_who else None
                 rows.append([
                     ours["case"], ours["shape"], who, f"{ours['inference_first_s']:.2f}, {ours['first_s']:.2f}",
                     *_neighborhood_times(ours),
