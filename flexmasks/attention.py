@@ -486,9 +486,9 @@ def block_mask(
 
     It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
     `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
-    that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
-    with weights_only=True, the default, takes what torch.serialization.safe_globals allows: `flexmasks.safe_globals()`,
-    and functions of yours.
+    that of its module: lambdas, and functions inside functions, cannot be pickled. A block mask is saved as its mask
+    and sizes, and planned again when it is loaded. torch.load with weights_only=True, the default, takes what
+    torch.serialization.safe_globals allows: `flexmasks.safe_globals()`, and functions of yours.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
@@ -521,7 +521,7 @@ def block_mask(
         given = get_mask(mask, **params), q_len, kv_len, (batch, heads), device, block_size, q_offset
         return later.traced_blocks.traced_block_mask("flexmasks.block_mask", *given)
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
+    return later.portable.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
 @says_what_to_write()

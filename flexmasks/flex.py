@@ -33,7 +33,7 @@ from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _exact_block_mask
 from flexmasks.backends.greatest import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
-from flexmasks.plans.portable import made_like
+from flexmasks.plans.portable import made_like, repeated
 from flexmasks.spec.by_name import says_what_to_write
 
 __all__ = [
@@ -193,6 +193,4 @@ def create_block_mask(
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, **options)
     sizes: Any = {"batch": B or 1, "heads": H or 1, "device": device, "block_size": BLOCK_SIZE, "q_offset": 0}
     made = in_full_width(_exact_block_mask(mask_mod, Q_LEN, KV_LEN, **sizes))
-    lists = [None if x is None else x.expand(B or 1, H or 1, *x.shape[2:]).contiguous() for x in lists_of(made)]
-    arguments: Any = (Q_LEN, KV_LEN), *lists, made.BLOCK_SIZE, made.mask_mod
-    return made_like(made, *arguments)
+    return repeated(made, B or 1, H or 1)

@@ -60,7 +60,7 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import reading_bits
-from flexmasks.plans.portable import OfData, PortableBlockMask
+from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.traced import UNKNOWN, TracedMask, TracedScore, size_of, without_traced
@@ -449,8 +449,8 @@ def _in_plain_operations(
 def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> _Encoded:
     source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
     size = compat.constants(tuple(block_mask.BLOCK_SIZE))
-    if isinstance(source, OfData):
-        return _Encoded((_BITS, source.words, source.table), 0, size)
+    if source is not None and source.bits is not None:
+        return _Encoded((_BITS, *source.bits), 0, size)
     if source is None or not is_readable(source.mask):
         return _Encoded(UNKNOWN, 0, size)
     offset = in_graph_offset(source.q_offset, q)

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from flexmasks import sharded as sharded
     from flexmasks.backends import traced_blocks as traced_blocks
     from flexmasks.plans import lengths as lengths
+    from flexmasks.plans import portable as portable
 
 _MODULES = {
     "calls": "flexmasks.calls",
     "lengths": "flexmasks.plans.lengths",
     "pages": "flexmasks.pages",
+    "portable": "flexmasks.plans.portable",
     "request": "flexmasks.request",
     "sharded": "flexmasks.sharded",
     "traced_blocks": "flexmasks.backends.traced_blocks",

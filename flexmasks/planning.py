@@ -14,7 +14,8 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import fail
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Sizes
-from flexmasks.plans.lengths import Lengths, count_blocks, device_of_tensors
+from flexmasks.plans.lengths import Lengths, device_of_tensors
+from flexmasks.plans.portable import count_blocks
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import KEYWORDS

@@ -162,13 +162,6 @@ FAULTS: list[Fault] = [
     ),
     Fault("spec/values.py", "self.params.keys() == other.params.keys()", "self.params.keys() <= other.params.keys()"),
     Fault("spec/values.py", "for m in self.inside() for v in m.params", "for m in [self] for v in m.params"),
-    Fault(
-        "spec/values.py",
-        "    if definition.by_library and not all(map(_is_plain, params.values())):\n"
-        '        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} '
-        'has parameters of unknown types.")\n',
-        "",
-    ),
     Fault("spec/parameters.py", "return max(self.positions_of_q, self.kv_len)", "return self.positions_of_q"),
     Fault("spec/parameters.py", "high is None or n <= high", "high is None or n < high"),
     Fault("spec/parameters.py", " and len(alternative.dims) == len(shape) and dimension", " and dimension"),

@@ -9,7 +9,7 @@ from flexmasks.spec.values import Mask
 
 
 def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
-    from flexmasks.plans.lengths import count_blocks  # imported at the first use
+    from flexmasks.plans.portable import count_blocks  # imported at the first use
 
     return count_blocks(mask, q_len, kv_len, **sizes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,11 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.build import materialize
-from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.alignment import aligned
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.plans.sizes import MAX_POSITIONS, sized
 from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
@@ -113,18 +111,6 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> Ma
     return MaskPlan(mask, size, q_offset, block_size=block_size, open_extents=open_extents, exact=exact)
 
 
-def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
-    plan = plan_mask(call, mask, lengths)
-    if not as_data:
-        return _portable(plan, plan.block_mask)
-    data = plan.data_alone()
-    return PortableBlockMask.of(data.block_mask(), OfData(data.words, data.table))
-
-
-def _portable(plan: MaskPlan, block_mask: compat.BlockMask) -> PortableBlockMask:
-    return PortableBlockMask.of(block_mask, OfMask(plan.mask, plan.size.batch, plan.size.heads, plan.offset))
-
-
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
     """The mask as booleans [batch or 1, heads or 1, q_len, kv_len]."""
     size, open_extents, q_offset = lengths.check(call, mask)
@@ -132,9 +118,3 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
     check_open_extents(mask, mask_mod, size, open_extents)
     with naming(mask):
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
-
-
-def count_blocks(mask: Mask, q_len: int, kv_len: int | None, exact: bool = True, **sizes: Any) -> Blocks:
-    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes), exact)
-    blocks = plan.blocks()
-    return replace(blocks, block_mask=_portable(plan, blocks.block_mask))

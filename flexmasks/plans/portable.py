@@ -2,83 +2,64 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import compat
-from flexmasks.blocks.bits import BITS, can_be_bits
-from flexmasks.blocks.lists import grid, lists_of, of_block_mask
-from flexmasks.plans.checks import INT_DTYPES
+from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.lists import lists_of, of_block_mask
 from flexmasks.plans.data import reading_bits
+from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.shifted import Offset
-from flexmasks.plans.sizes import MAX_POSITIONS
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, loaded
 
-_LISTS = 8  # the number of lists in a BlockMask
+_FORMAT = [0x666D_0001]  # of pickles
 
 
 @dataclass(frozen=True, eq=False)
 class OfMask:
-    """A mask with its sizes: where the function of a block mask comes from."""
+    """A mask with its sizes: what a block mask was planned from."""
 
     mask: Mask
     batch: int
     heads: int
     q_offset: Offset
+    bits: tuple[Tensor, Tensor] | None = None  # words and their table, if the block mask's function reads bits
 
     def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
         """The function of a block mask, its parameters checked against the sizes."""
+        if self.bits is not None:
+            height, width = block_mask.BLOCK_SIZE
+            return reading_bits(*self.bits, (height, width))
         q_len, kv_len = block_mask.seq_lengths
         size = Size(self.batch, self.heads, q_len, kv_len, block_mask.kv_num_blocks.device)
         return MaskPlan(self.mask, size, self.q_offset).bound()
 
     def to(self, device: torch.device | str) -> OfMask:
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return OfMask(self.mask.to(device), self.batch, self.heads, q_offset)
-
-    def state(self) -> tuple[Any, ...]:  # what a pickle holds
-        return "mask", self.mask, self.batch, self.heads, self.q_offset
-
-
-@dataclass(frozen=True, eq=False)
-class OfData:
-    """The bits of a mask: where the function of a block mask comes from."""
-
-    words: Tensor
-    table: Tensor
-
-    def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
-        height, width = block_mask.BLOCK_SIZE
-        return reading_bits(self.words, self.table, (height, width))
-
-    def to(self, device: torch.device | str) -> OfData:
-        return OfData(self.words.to(device), self.table.to(device))
-
-    def state(self) -> tuple[Any, ...]:
-        return "data", self.words, self.table
+        bits = None if self.bits is None else (self.bits[0].to(device), self.bits[1].to(device))
+        return OfMask(self.mask.to(device), self.batch, self.heads, q_offset, bits)
 
 
 class PortableBlockMask(BlockMask):
     """A BlockMask that `flexmasks.block_mask` made.
 
-    Pickles hold its index tensors and its mask, by name or as a function of a module.
+    Pickles hold its mask and sizes. It is planned when it is loaded.
     """
 
-    source: OfMask | OfData
+    source: OfMask
     ndim = 4  # transformers asks for it
 
     @classmethod
-    def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> Self:
+    def of(cls, block_mask: BlockMask, source: OfMask) -> Self:
         made = cls.__new__(cls)
         vars(made).update(vars(block_mask), source=source)
         return made
@@ -101,9 +82,31 @@ class PortableBlockMask(BlockMask):
         return self.of(self, self.source)
 
     def __reduce__(self) -> Any:
-        lists, state = lists_of(self), self.source.state()
-        sizes = tuple(self.seq_lengths), tuple(self.BLOCK_SIZE)
-        return loaded_block_mask, (lists, *sizes, state, _checksum(lists, state))
+        source, counts = self.source, self.kv_num_blocks
+        sizes = *self.seq_lengths, source.batch, source.heads
+        # torch.load's map_location moves the tensor, which says the device.
+        head = torch.tensor(_FORMAT, device=counts.device)
+        how = source.q_offset, tuple(self.BLOCK_SIZE), source.bits is not None, tuple(counts.shape[:2])
+        return loaded_block_mask, (head, source.mask, sizes, *how)
+
+
+def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> PortableBlockMask:
+    plan = plan_mask(call, mask, lengths)
+    if not as_data:
+        return _portable(plan, plan.block_mask)
+    data = plan.data_alone()
+    return _portable(plan, data.block_mask(), (data.words, data.table))
+
+
+def _portable(plan: MaskPlan, block_mask: BlockMask, bits: tuple[Tensor, Tensor] | None = None) -> PortableBlockMask:
+    source = OfMask(plan.mask, plan.size.batch, plan.size.heads, plan.offset, bits)
+    return PortableBlockMask.of(block_mask, source)
+
+
+def count_blocks(mask: Mask, q_len: int, kv_len: int | None, exact: bool = True, **sizes: Any) -> Blocks:
+    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes), exact)
+    blocks = plan.blocks()
+    return replace(blocks, block_mask=_portable(plan, blocks.block_mask))
 
 
 def made_like(known: BlockMask, *arguments: Any) -> BlockMask:
@@ -114,116 +117,43 @@ def made_like(known: BlockMask, *arguments: Any) -> BlockMask:
     return cast(BlockMask, made)
 
 
+def repeated(block_mask: BlockMask, batch: int, heads: int) -> BlockMask:
+    """The block mask with lists for each batch element and head."""
+    lists = [None if x is None else x.expand(batch, heads, *x.shape[2:]).contiguous() for x in lists_of(block_mask)]
+    return made_like(block_mask, block_mask.seq_lengths, *lists, block_mask.BLOCK_SIZE, block_mask.mask_mod)
+
+
 def loaded_block_mask(
-    lists: Any, lengths: Any, block_size: Any, state: Any, checksum: int | None = None
-) -> PortableBlockMask:
-    """Return the block mask that a pickle stored.
+    head: Any, mask: Any, sizes: Any, q_offset: Any, block_size: Any, as_data: Any, of_lists: Any
+) -> BlockMask:
+    """Return the block mask that a pickle stored, planned anew.
 
-    torch.load(weights_only=True) calls this function with what a file says, so the arguments may be anything. Kernels
-    read memory at the places that the lists and the bits name. So they are copied, because a file may change its own
-    tensors later, and the copies are checked.
+    torch.load(weights_only=True) calls this function with what a file says, so the arguments may be anything.
 
-    checksum: that of the lists and bits, None for no check of them. Files of torch's format before 1.6 have no contents
-        yet when this is called, and so another checksum.
+    head: the format on the block mask's device. In torch's files from before 1.6 tensors have no values yet.
+    sizes: the lengths of queries and keys, the numbers of batch elements and heads. of_lists: those of the lists.
 
-    Raises ValueError if the arguments are not those of a block mask.
+    Raises ValueError or TypeError if the arguments are not those of a block mask.
     """
-    if not (isinstance(lists, tuple) and isinstance(state, tuple)):
-        _damaged("lists of blocks and mask")
-    lists, state = _copied(lists), _copied(state)
-    if checksum is not None and checksum != _checksum(lists, state):
-        _damaged("lists of blocks", ", or the file was saved with _use_new_zipfile_serialization=False")
-    for pair in (lengths, block_size):
-        if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < MAX_POSITIONS for n in pair)):
-            _damaged("lengths")
-    if not (_is_tuple(lists, _LISTS) and isinstance(lists[0], Tensor) and lists[0].ndim == 3):
-        _damaged("lists of blocks")
-    rows, columns = grid(lengths, block_size)
-    sizes, device = tuple(lists[0].shape[:2]), lists[0].device
-    for place in range(0, _LISTS, 2):
-        counts, indices = lists[place : place + 2]
-        shape = (rows, columns) if place < _LISTS // 2 else (columns, rows)
-        width = indices.shape[-1] if isinstance(indices, Tensor) and indices.ndim == 4 else shape[1]
-        if not (width == shape[1] or (compat.TAKES_NARROW_LISTS and 0 < width < shape[1])):
-            _damaged("lists of blocks")
-        _check(counts, (*sizes, shape[0]), width, device)
-        _check(indices, (*sizes, shape[0], width), shape[1] - 1, device)
-    if _is_tuple(state, 5) and state[0] == "mask":
-        _, mask, batch, heads, q_offset = state
-        source: OfMask | OfData = _of_mask(mask, batch, heads, q_offset, sizes, device)
-    elif _is_tuple(state, 3) and state[0] == "data" and can_be_bits(block_size):
-        _, words, table = state
-        source = _of_data(words, table, sizes, (rows, columns), block_size, device)
-    else:
-        _damaged("mask")
-    arguments: Any = (lengths, *lists, block_size, noop_mask)  # the function needs the lists
-    made = PortableBlockMask.of(BlockMask(*arguments), source)
-    made.mask_mod = source.mask_mod(made)
-    return made
-
-
-def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.detach().clone() if isinstance(x, Tensor) and not x.is_meta else x for x in values)
-
-
-def _checksum(lists: tuple[Any, ...], state: tuple[Any, ...]) -> int:
-    found = 0
-    for x in (*lists, *state):
-        if isinstance(x, Tensor) and not x.is_meta and x.layout == torch.strided:
-            content: Any = x.detach().cpu().contiguous().numpy()
-            found = zlib.crc32(content, found)
-    return found
-
-
-def _of_mask(mask: Any, batch: Any, heads: Any, q_offset: Any, sizes: tuple[int, ...], device: torch.device) -> OfMask:
-    for given, size in zip((batch, heads), sizes, strict=True):
-        if type(given) is not int or not 0 < given < MAX_POSITIONS or size not in (1, given):
-            _damaged("sizes")
-    is_tensor = isinstance(q_offset, Tensor) and q_offset.dtype in INT_DTYPES and q_offset.shape == (batch,)
-    is_on_device = is_tensor and q_offset.device == device
-    if not isinstance(mask, Mask) or not (is_on_device or type(q_offset) is int):
-        _damaged("mask")
-    return OfMask(mask, batch, heads, q_offset)
-
-
-def _of_data(
-    words: Any,
-    table: Any,
-    sizes: tuple[int, ...],
-    blocks: tuple[int, int],
-    block_size: tuple[int, int],
-    device: torch.device,
-) -> OfData:
-    if not isinstance(words, Tensor) or words.ndim != 3 or not len(words) or words.dtype != torch.int32:
-        _damaged("bits")
-    is_bits = tuple(words.shape[1:]) == (block_size[0], block_size[1] // BITS) and words.device == device
-    if not is_bits or not isinstance(table, Tensor) or table.ndim != 4 or any(map(int.__lt__, table.shape[2:], blocks)):
-        _damaged("bits")
-    _check(table, (*sizes, *table.shape[2:]), len(words) - 1, device)
-    return OfData(words, table)
-
-
-def _check(x: Any, shape: tuple[int, ...], most: int, device: torch.device) -> None:
-    """Check an int32 tensor's shape, and that its values are from 0 to `most`."""
-    is_right = isinstance(x, Tensor) and x.dtype == torch.int32 and tuple(x.shape) == shape and x.device == device
-    if not is_right or x.is_meta or x.layout != torch.strided or not 0 <= int(x.min()) <= int(x.max()) <= most:
-        _damaged("lists of blocks")
-
-
-def _is_tuple(value: Any, length: int) -> bool:
-    return isinstance(value, tuple) and len(value) == length
-
-
-def _damaged(part: str, more: str = "") -> NoReturn:
-    raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit{more}.")
+    call = "flexmasks: a pickled block mask"
+    if not isinstance(head, Tensor) or not isinstance(mask, Mask) or head.is_meta or head.tolist() != _FORMAT:
+        raise ValueError(
+            f"{call} cannot be read: it is of another version of flexmasks, is to be loaded without data, or was saved "
+            "with _use_new_zipfile_serialization=False. Save it again, or save its mask."
+        )
+    q_len, kv_len, batch, heads = sizes
+    lengths = Lengths(q_len, kv_len, batch, heads, head.device, q_offset, block_size)
+    made = block_mask_of(call, mask, lengths, as_data)
+    return made if tuple(made.kv_num_blocks.shape[:2]) == of_lists else repeated(made, *of_lists)
 
 
 @says_what_to_write()
 def safe_globals() -> list[Callable[..., Any]]:
     """Return the functions that torch.load(weights_only=True) calls for masks, scores and block masks.
 
-    They find definitions by their registered names, or take functions that you have allowed, and call neither. Torch
-    calls them for a file of a stranger if you allow it: importing flexmasks does not.
+    They find definitions by their registered names, or take functions that you have allowed. Those of block masks are
+    called, to plan them. Torch calls these functions for a file of a stranger if you allow it: importing flexmasks does
+    not.
 
     Example:
         >>> import tempfile, torch, flexmasks

@@ -24,7 +24,6 @@ from flexmasks.spec.aliases import in_one_piece
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import (
     AND,
-    CHAIN,
     FUNCTIONS,
     NOT,
     OR,
@@ -49,8 +48,6 @@ from flexmasks.spec.parameters import (
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.resolved import Absent, Given, ResolvedInner
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
-
-_OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
 # Pairs of a 0-dimensional tensor and the same number for each head.
 Spread = list[tuple[Tensor, Tensor]]
@@ -555,20 +552,7 @@ def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifie
     if not isinstance(definition, Definition) or definition.kind != kind or not isinstance(params, dict):
         raise TypeError(f"flexmasks: a pickle of a {kind} is damaged.")
     cls = Mask if kind == "mask" else Score
-    if definition.by_library and not all(map(_is_plain, params.values())):
-        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} has parameters of unknown types.")
-    if definition in _OPERANDS and not _are_operands(definition, params):
-        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} is damaged.")
     return cls.of(definition, params)
-
-
-def _are_operands(operator: Definition, params: dict[str, Any]) -> bool:
-    """Whether these are parameters of an operator: masks or scores, at least one."""
-    name = _OPERANDS[operator]
-    operands = (params.get(name),) if operator is NOT else params.get(name)
-    cls = Score if operator is CHAIN else Mask
-    is_right = isinstance(operands, tuple) and all(isinstance(v, cls) for v in operands)
-    return is_right and bool(operands) and len(params) == 1
 
 
 def to_mask(value: Any) -> Mask:
@@ -636,13 +620,6 @@ def _parts_of(value: Any) -> tuple[Any, ...]:
 
 def _modifiers_in(value: Any) -> list[Modifier]:
     return [v for v in _parts_of(value) if isinstance(v, Modifier)]
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a parameter's value is made of numbers, strings, tensors, masks and scores only."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, Tensor | Modifier | str | int | float | None)
 
 
 def _on(value: Any, device: torch.device | str) -> Any:

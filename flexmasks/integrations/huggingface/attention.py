@@ -23,7 +23,7 @@ from flexmasks.integrations.huggingface.late import GivenMask, LateMask, Sharded
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 from flexmasks.masks.packed import packed
-from flexmasks.plans.portable import OfMask, PortableBlockMask
+from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.spec import Mask, get_mask, get_score
 
 _DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
@@ -245,8 +245,8 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         return own, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         source = mask.source if isinstance(mask, PortableBlockMask) else None
-        is_of_trees = isinstance(source, OfMask) and bool(trees.parents_in(source.mask))
-        if not isinstance(source, OfMask) or not is_of_trees or mask.seq_lengths[1] != key.shape[2]:
+        is_of_trees = source is not None and bool(trees.parents_in(source.mask))
+        if source is None or not is_of_trees or mask.seq_lengths[1] != key.shape[2]:
             return mask, 0, None
         own = _of_layer(layer, source.mask)
         return (mask if own is source.mask else own), source.q_offset, None
