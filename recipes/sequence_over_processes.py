@@ -30,9 +30,9 @@ from torch.multiprocessing.spawn import spawn
 import flexmasks
 from _measure import Row, check, finish, start
 from flexmasks.bench.clock import synchronize
+from flexmasks.blocks.work import progress
 from flexmasks.integrations import distributed
 from flexmasks.masks import causal, document
-from flexmasks.pictures.output import Share
 
 ON_GPUS = torch.cuda.device_count() >= 2
 PROCESSES = min(torch.cuda.device_count(), 8) if ON_GPUS else 2
@@ -201,7 +201,7 @@ def train(who: str, way: Alone | Together, device: torch.device, sizes: Sizes) -
     way.split(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if ON_GPUS else 1e-2)
     generator = torch.Generator().manual_seed(0)
-    losses, seconds, gradient, share = [], [], torch.empty(0), Share(f"training, {who}")
+    losses, seconds, gradient = [], [], torch.empty(0)
     if ON_GPUS:
         gc.collect()  # modules of an earlier training refer to each other in circles
         torch.cuda.empty_cache()
@@ -215,19 +215,21 @@ def train(who: str, way: Alone | Together, device: torch.device, sizes: Sizes) -
         (loss * way.processes).backward()  # FSDP2 takes the mean of all gradients; times their number it is the sum
         return way.reduce(loss.detach(), dist.ReduceOp.SUM)
 
-    for step in range(sizes.steps):
-        batch = Batch(*(x.to(device) for x in make_batch(generator, sizes)))
-        synchronize(device)
-        begin = time.perf_counter()
-        loss = compute(batch)
-        if step == 0:
-            gradient = torch.cat([way.whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]).cpu()
-        optimizer.step()
-        losses.append(loss.item())
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-        share((step + 1) / sizes.steps)
-    share.end()
+    with progress(f"training, {who}", sizes.steps, "step") as advance:
+        for step in range(sizes.steps):
+            batch = Batch(*(x.to(device) for x in make_batch(generator, sizes)))
+            synchronize(device)
+            begin = time.perf_counter()
+            loss = compute(batch)
+            if step == 0:
+                gradient = torch.cat(
+                    [way.whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]
+                ).cpu()
+            optimizer.step()
+            losses.append(loss.item())
+            synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+            advance(1)
     peak = torch.tensor(torch.cuda.max_memory_allocated() if ON_GPUS else 0, device=device)
     kernels = torch.tensor(kernel_time(lambda: (compute(batch), optimizer.step())) if ON_GPUS else 0.0, device=device)
     peak, kernels = (way.reduce(x, dist.ReduceOp.MAX) for x in (peak, kernels))

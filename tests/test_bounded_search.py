@@ -1,16 +1,17 @@
 """Tests of bounded searches for blocks: what they know is right, and what they look at is bounded."""
 
-import io
 import itertools
 import math
 import re
+import sys
+import threading
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.blocks import limits
+from flexmasks.blocks import limits, undecided
 from flexmasks.blocks import work as work_module
 from flexmasks.blocks.work import Work
 
@@ -75,20 +76,20 @@ def bounded(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("limit", [1, 300_000, 3_000_000, 30_000_000])
 @pytest.mark.parametrize("of_deciding", [1, 1 << 40], ids=["groups", "blocks"])
-def test_bounds_contain_the_exact_counts(bounded, name, lengths, limit, of_deciding):
+def test_counts_are_bounds_of_the_exact_ones(bounded, name, lengths, limit, of_deciding):
     bounded.setattr(limits, "WORK", limit)
     bounded.setattr(limits, "WORK_OF_DECIDING", of_deciding)
     blocks, (kinds, visible) = _blocks(name, *lengths)
-    bounds = blocks.bounds
-    for kind in ("empty", "partial", "full"):
-        low, high = getattr(bounds, kind)
-        assert low <= kinds.count(kind) <= high
-        assert high - low == blocks.unknown
-    assert bounds.visible[0] - 1e-9 <= visible <= bounds.visible[1] + 1e-9
+    assert 0 <= kinds.count("empty") - blocks.empty <= blocks.unknown
+    assert 0 <= blocks.partial - kinds.count("partial") <= blocks.unknown
+    assert 0 <= kinds.count("full") - blocks.full <= blocks.unknown
+    empty, _, full = blocks.shares
+    assert full - 1e-9 <= visible <= 1 - empty + 1e-9
     exact, _ = _blocks(name, *lengths, exact=True)
-    assert bounds.sparsity[0] - 1e-9 <= exact.sparsity <= bounds.sparsity[1] + 1e-9
-    is_interval = " to " in str(blocks)
-    assert is_interval == bool(blocks.unknown) == ("unknown" in str(blocks))
+    assert blocks.sparsity <= exact.sparsity + 1e-9
+    for text in (str(blocks), repr(blocks)):
+        assert bool(blocks.unknown) == ("at least" in text) == ("at most" in text)
+    assert bool(blocks.unknown) == ("unknown: " in str(blocks))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -122,14 +123,14 @@ def test_short_searches_are_exact():
 @pytest.mark.parametrize("name", ["runs", "shuffled runs", "runs again", "distances", "noise"])
 def test_work_over_many_tokens_is_bounded(bounded, name):
     # A bound of 2 million numbers for 1,048,576 blocks: a look at one element of each would take more.
-    done = []
-    end = Work.end
+    made = []
+    init = Work.__init__
     bounded.setattr(limits, "WORK", 2_000_000)
     bounded.setattr(limits, "BLOCKS_AT_ONCE_ON_CPU", 1 << 16)
-    bounded.setattr(Work, "end", lambda self: (done.append(self.done), end(self)))
+    bounded.setattr(Work, "__init__", lambda self, *more: (made.append(self), init(self, *more))[1])
     length = 131_072
     blocks = flexmasks.get_mask(_functions(length)[name]).blocks(length)
-    assert sum(done) < 40_000_000
+    assert sum(work.done for work in made) < 40_000_000
     assert blocks.total == 1024**2
 
 
@@ -155,39 +156,42 @@ def test_runs_of_ids_over_a_million_tokens_are_exact(monkeypatch):
 def test_pictures_show_unknown_blocks_as_partial(bounded, draw):
     bounded.setattr(limits, "WORK", 1)
     text = draw(flexmasks.get_mask(lambda b, h, q, kv: (q * 31 + kv * 17) % 1009 == 5), 2048)
-    assert re.search(r"unknown: \d+ blocks, shown as partial", text)
+    assert re.search(r"unknown: [\d,]+ blocks, shown and counted as partial", text)
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def _hard():
+    return flexmasks.get_mask(lambda b, h, q, kv: (q * 31 + kv * 17) % 1009 == 5)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_long_exact_search_says_how_far_it_is(bounded, is_terminal):
-    seconds = iter(range(0, 100_000, 3))
-    stream = _Terminal() if is_terminal else io.StringIO()
-    bounded.setattr(work_module.time, "monotonic", lambda: next(seconds))
-    bounded.setattr(work_module.sys, "stderr", stream)
+def test_a_long_exact_search_says_how_far_it_is(bounded, capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    threads = threading.enumerate()
+    bounded.setattr(work_module, "_SILENT_SECONDS", 0.0)
     bounded.setattr(limits, "ELEMENTS_AT_ONCE_ON_CPU", 1 << 10)
-    mask = flexmasks.get_mask(lambda b, h, q, kv: (q * 31 + kv * 17) % 1009 == 5)
-    mask.blocks(1024, exact=True)
-    said = r"flexmasks: ([\d,]+) of ([\d,]+) undecided blocks looked at, about \d+ \w+ left"
-    assert re.search(said, stream.getvalue())
-    assert stream.getvalue().endswith("\r\x1b[K" if is_terminal else "left\n")
-    stream.truncate(0)
+    _hard().blocks(1024, exact=True)
+    assert re.search(r"flexmasks: looking at undecided blocks: .*block", capsys.readouterr().err)
+    assert threading.enumerate() == threads
     flexmasks.clear_caches()
-    mask.blocks(1024)
-    assert not re.search("flexmasks", stream.getvalue())
+    _hard().blocks(1024)
+    bounded.undo()
+    flexmasks.clear_caches()
+    _hard().blocks(1024, exact=True)  # takes less than two seconds
+    assert capsys.readouterr().err == ""
+
+
+def test_without_tqdm_a_long_search_is_silent(bounded, capsys):
+    bounded.setitem(sys.modules, "tqdm", None)
+    bounded.setattr(work_module, "_SILENT_SECONDS", 0.0)
+    assert _hard().blocks(1024, exact=True).unknown == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_search_can_be_interrupted(bounded):
-    def interrupt(self, looked_at, blocks):
+    def interrupt(elements, *more):
         raise KeyboardInterrupt
 
-    mask = flexmasks.get_mask(lambda b, h, q, kv: (q * 31 + kv * 17) % 1009 == 5)
     with bounded.context() as patch:
-        patch.setattr(Work, "report", interrupt)
+        patch.setattr(undecided, "_look_at_samples", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            mask.blocks(1024, exact=True)
-    assert mask.blocks(1024, exact=True).unknown == 0
+            _hard().blocks(1024, exact=True)
+    assert _hard().blocks(1024, exact=True).unknown == 0

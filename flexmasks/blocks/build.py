@@ -38,7 +38,6 @@ class Layout:
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
     bits: Bits | None = None  # bits of the partial blocks, if they were asked for and are few
     unknown: int = 0  # number of partial blocks that may be empty or full, because they were not looked at
-    unknown_pairs: int = 0  # in them
 
     def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
         return made_of((self.q_len, self.kv_len), self.indices, self.block_size, mask_mod)
@@ -85,8 +84,7 @@ def build(
     not_understood, marked = decided.not_understood, found.partial_and_full
     del decided  # frees its memory before the lists are made
     indices = tuple(t.to(device) for t in index_lists(marked, ones, is_narrow))
-    facts = found.undecided, not_understood, found.bits, found.unknown, found.unknown_pairs
-    return Layout(q_len, kv_len, block_size, indices, *facts)
+    return Layout(q_len, kv_len, block_size, indices, found.undecided, not_understood, found.bits, found.unknown)
 
 
 class _Found(NamedTuple):
@@ -94,7 +92,6 @@ class _Found(NamedTuple):
     undecided: int  # number of blocks that ranges did not decide
     bits: Bits | None  # of the partial blocks
     unknown: int  # number of partial blocks that may be empty or full
-    unknown_pairs: int  # in them
 
 
 def _find(decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_bits: bool) -> _Found:
@@ -119,12 +116,9 @@ def _find(decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_
         full[..., -1] = False
     torch.bitwise_xor((any_visible | all_visible).expand(full.shape), full, out=partial)
     bits = None if words is None else bits_of_partial(partial, undecided, compact, words, rows, columns)
-    if words is not None or not elements.work.is_spent:
-        return _Found(partial_and_full, count, bits, 0, 0)
-    unknown = (all_visible & ~any_visible).expand(full.shape)
-    heights, widths = rows.sizes(), columns.sizes()
-    unknown_pairs = int((unknown.double() @ widths.to(unknown.device) @ heights.to(unknown.device)).sum())
-    return _Found(partial_and_full, count, bits, int(unknown.sum()), unknown_pairs)
+    is_exact = words is not None or not elements.work.is_spent
+    unknown = 0 if is_exact else int((all_visible & ~any_visible).expand(full.shape).sum())
+    return _Found(partial_and_full, count, bits, unknown)
 
 
 def bounds(

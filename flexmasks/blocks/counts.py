@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,20 +65,6 @@ def visible_in_blocks(
         yield visible if repeat_last_query else visible & (q < q_len)[:, :, None]
 
 
-class Bounds(NamedTuple):
-    """The least and the greatest number that each count or share of a mask's blocks may have, equal if it is known.
-
-    Counts and shares are as in `Blocks`. `visible` is the share of visible pairs: those in full blocks are visible, and
-    of those in partial blocks any number.
-    """
-
-    empty: tuple[int, int]
-    partial: tuple[int, int]
-    full: tuple[int, int]
-    sparsity: tuple[float, float]
-    visible: tuple[float, float]
-
-
 @dataclass(frozen=True, repr=False)
 class Blocks:
     """Counts of a mask's blocks, as `Mask.blocks` returns them.
@@ -87,8 +72,8 @@ class Blocks:
     Counts and shares are over the batch and heads that the mask depends on. Shares count existing pairs of a query and
     a key: where the edge cuts a block, only its pairs inside the edge count.
 
-    They are exact if `unknown` is 0. Otherwise they are those of the BlockMask, where unknown blocks are partial, and
-    `bounds` says what they are at least and at most.
+    They are exact if `unknown` is 0. Otherwise they are those of the BlockMask, where unknown blocks are partial:
+    `partial` is at most that large, and `empty`, `full` and `sparsity` are at least that large.
 
     Example:
         >>> import flexmasks
@@ -105,7 +90,6 @@ class Blocks:
     undecided: int | None = None  # number of blocks looked at element by element, None if it is not known
     not_understood: tuple[str, ...] = ()  # names of operations that ranges do not know, or why they gave up
     unknown: int = 0  # number of partial blocks that may be empty or full: they were not looked at to the end
-    unknown_pairs: int = 0  # pairs in them
 
     @property
     def total(self) -> int:
@@ -125,19 +109,6 @@ class Blocks:
     def empty(self) -> int:
         """The number of blocks without visible pairs, which kernels skip."""
         return self.total - self.partial - self.full
-
-    @property
-    def bounds(self) -> Bounds:
-        """What each count and share is at least and at most."""
-        empty, _, full = self.shares
-        unknown = self.unknown_pairs / self._all_pairs
-        return Bounds(
-            empty=(self.empty, self.empty + self.unknown),
-            partial=(self.partial - self.unknown, self.partial),
-            full=(self.full, self.full + self.unknown),
-            sparsity=(empty, min(1.0, empty + unknown)),
-            visible=(full, 1 - empty),
-        )
 
     @property
     def _all_pairs(self) -> int:
@@ -248,9 +219,8 @@ class Blocks:
         return f"Blocks({counts}; {skipped} of the pairs skipped)"
 
     def _in_words(self) -> tuple[str, str, str, str]:
-        bounds = self.bounds
-        empty, partial, full = (_interval(n, str) for n in (bounds.empty, bounds.partial, bounds.full))
-        return empty, partial, full, _interval(bounds.sparsity, "{:.1%}".format)
+        least, most = ("at least ", "at most ") if self.unknown else ("", "")
+        return f"{least}{self.empty}", f"{most}{self.partial}", f"{least}{self.full}", f"{least}{self.sparsity:.1%}"
 
     @property
     def _block_size(self) -> tuple[int, int]:
@@ -270,11 +240,6 @@ class Blocks:
         if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
             return torch.zeros_like(block_mask.kv_num_blocks), block_mask.kv_indices
         return block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-
-
-def _interval(ends: tuple[Any, Any], text: Callable[[Any], str]) -> str:
-    low, high = map(text, ends)
-    return low if ends[0] == ends[1] else f"{low} to {high}"
 
 
 def _is_without_gaps(counts: Tensor, indices: Tensor) -> bool:

@@ -34,11 +34,6 @@ class Axis:
     def count(self) -> int:
         return -(-(self.length - self.first) // self.block_size)
 
-    def sizes(self) -> Tensor:
-        """The numbers of positions in the blocks, float64."""
-        first = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device="cpu")
-        return (self.length - first).clamp(max=self.block_size)
-
     def blocks(self, start: int, count: int) -> Axis:
         """The axis of the blocks start..start + count - 1."""
         return Axis(min(self.length, (start + count) * self.block_size), self.block_size, start * self.block_size)

@@ -32,7 +32,6 @@ class Counts:
     hidden: float  # share of the pairs in partial and full blocks that the mask hides, from 0 to 1
     estimated: bool  # whether `hidden` is measured in a part of the partial blocks, evenly spread
     unknown: int  # number of partial blocks that may be empty or full, because the search was bounded
-    unknown_share: float  # of all pairs, in them
 
 
 def count_in_strips(
@@ -57,7 +56,7 @@ def count_in_strips(
         certain[-1] = False
     if kv_len % width:
         certain[:, -1] = False
-    partial = partial_pairs = full_pairs = unknown = unknown_pairs = 0
+    partial = partial_pairs = full_pairs = unknown = 0
     hidden_pairs, estimated = 0.0, False
     sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
     for strip in range(shape[0]):
@@ -72,7 +71,6 @@ def count_in_strips(
             keys = min(kv_len, end * columns_of_part) - start
             layout = build(part, 1, 1, rows, keys, device, block_size, work=work)
             unknown += layout.unknown
-            unknown_pairs += layout.unknown_pairs
             blocks = Blocks(layout.block_mask(part))
             partial += blocks.partial
             partial_pairs += blocks.partial_pairs
@@ -89,7 +87,6 @@ def count_in_strips(
         hidden=hidden_pairs / computed if computed else 0.0,
         estimated=estimated,
         unknown=unknown,
-        unknown_share=unknown_pairs / all_pairs,
     )
 
 

@@ -11,6 +11,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, Decided
 from flexmasks.blocks.elements import Elements, block_indices, coordinates_of
 from flexmasks.blocks.lists import flat_nonzero
+from flexmasks.blocks.work import progress
 
 _PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
 _MAX_PAIRS = 256  # pairs of a block in the second look
@@ -43,7 +44,6 @@ def look_at(elements: Elements, decided: Decided, rows: Axis, columns: Axis) -> 
         places = _take_step(look, is_last, places, seen, any_visible.shape, elements, rows, columns)
     any_visible.view(-1)[places] = False
     all_visible.view(-1)[places] = True
-    elements.work.end()
     return any_visible, all_visible
 
 
@@ -64,17 +64,17 @@ def _take_step(
     at_once = elements.blocks_at_once(max(_PARTS**2, rows.block_size, columns.block_size))
     if look is _look_at_samples:
         at_once = limits.elements_at_once(places.device) // 2
-    work.start_step()
-    for chunk in places.split(at_once) if len(places) else ():
-        if work.is_spent:
-            return torch.cat([*still_open, places[looked_at:]])
-        any_visible, all_visible = (x[chunk] for x in seen)
-        look(elements, coordinates_of(chunk, shape), rows, columns, any_visible, all_visible)
-        seen[0][chunk], seen[1][chunk] = any_visible, all_visible
-        if not is_last or work.is_spent:
-            still_open.append(chunk[any_visible <= all_visible])
-        looked_at += len(chunk)
-        work.report(looked_at, len(places))
+    with progress("looking at undecided blocks", len(places), "block", work.shows_progress) as advance:
+        for chunk in places.split(at_once) if len(places) else ():
+            if work.is_spent:
+                return torch.cat([*still_open, places[looked_at:]])
+            any_visible, all_visible = (x[chunk] for x in seen)
+            look(elements, coordinates_of(chunk, shape), rows, columns, any_visible, all_visible)
+            seen[0][chunk], seen[1][chunk] = any_visible, all_visible
+            if not is_last or work.is_spent:
+                still_open.append(chunk[any_visible <= all_visible])
+            looked_at += len(chunk)
+            advance(len(chunk))
     return torch.cat(still_open)
 
 

@@ -1,31 +1,31 @@
-"""How much a search for blocks may compute, how much it has computed, and what it says about that."""
+"""How much a search for blocks may compute, how much it has computed, and how far long work is."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from flexmasks.blocks import limits
 
-_SILENT_SECONDS = 2.0  # a shorter search shows no progress
+_SILENT_SECONDS = 2.0  # shorter work shows no progress
 _SECONDS_BETWEEN_LINES = 10.0  # where stderr is no terminal
-_SECONDS_BETWEEN_UPDATES = 0.5  # of the line in a terminal
 
 
 class Work:
-    """Counts the numbers that a mask's operations compute, and shows the progress of a long search on stderr.
+    """Counts the numbers that a mask's operations compute.
 
     limit: how many numbers may be computed before the search ends, inf for an exact search.
     shows_progress: whether a search that takes longer than two seconds says how far it is.
     """
 
     def __init__(self, limit: float = math.inf, shows_progress: bool = False) -> None:
-        self.limit, self._shows_progress = limit, shows_progress
-        self.done = 0
-        self._start = self._last = time.monotonic()
-        self._start_of_step = self._start
-        self._has_open_line = False
+        self.limit, self.shows_progress, self.done = limit, shows_progress, 0
 
     @classmethod
     def exact(cls) -> Work:
@@ -40,33 +40,40 @@ class Work:
     def is_spent(self) -> bool:
         return self.done >= self.limit
 
-    def start_step(self) -> None:
-        """Begin a part of the search in which each block takes about as long as the others."""
-        self._start_of_step = time.monotonic()
 
-    def report(self, looked_at: int, blocks: int) -> None:
-        """Say on stderr how many blocks of this step have been looked at, and how long the others will take."""
-        now = time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        pause = _SECONDS_BETWEEN_UPDATES if is_terminal else _SECONDS_BETWEEN_LINES
-        if not self._shows_progress or now - self._start < _SILENT_SECONDS:
-            return
-        if self._last > self._start and now - self._last < pause:
-            return
-        self._last = now
-        left = (now - self._start_of_step) / max(1, looked_at) * (blocks - looked_at)
-        text = f"flexmasks: {looked_at:,} of {blocks:,} undecided blocks looked at, about {_in_words(left)} left"
-        self._has_open_line = is_terminal
-        print(f"\r\x1b[K{text}" if is_terminal else text, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def progress(what: str, total: int, unit: str, is_shown: bool = True) -> Iterator[Callable[[int], object]]:
+    """Yield a function that takes how much more of long work is done. After two seconds tqdm shows it on stderr, where
+    tqdm is installed; of several processes of torch.distributed only the first one shows it.
+    """
+    start, done, may_start = time.monotonic(), 0, is_shown
+    bar: Any = None
 
-    def end(self) -> None:
-        """Remove the line of progress from a terminal."""
-        if self._has_open_line:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._has_open_line = False
+    def advance(more: int) -> None:
+        nonlocal bar, done, may_start
+        done += more
+        if bar is not None:
+            bar.update(more)
+        elif may_start and time.monotonic() - start > _SILENT_SECONDS:
+            bar, may_start = _bar(f"flexmasks: {what}", total, done, unit), False
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.close()
 
 
-def _in_words(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+def _bar(what: str, total: int, done: int, unit: str) -> Any:
+    try:
+        from tqdm import tqdm  # an optional package
+    except ImportError:
+        return None
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return None
+
+    class Bar(tqdm):
+        monitor_interval = 0  # otherwise tqdm starts a thread, which stays
+
+    pause = 0.5 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    return Bar(total=total, initial=done, desc=what, unit=unit, leave=False, mininterval=pause, miniters=1)

@@ -18,8 +18,9 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from flexmasks.attention import attention
+from flexmasks.blocks.work import progress
 from flexmasks.pictures import svg
-from flexmasks.pictures.output import Share, check_writable, write
+from flexmasks.pictures.output import check_writable, write
 from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
@@ -88,12 +89,11 @@ def gallery(out: str | Path) -> Path:
     if not has_reference:
         print("flexmasks: no reference, it needs pdoc: `pip install 'flexmasks[docs]'`.", file=sys.stderr)
     listed = [*list_masks(), *list_scores()]
-    share = Share("pictures")
     cards: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in listed:
-        cards[entry.kind, entry.name] = _card(entry)
-        share(len(cards) / len(listed))
-    share.end()
+    with progress("drawing pictures", len(listed), "entry") as advance:
+        for entry in listed:
+            cards[entry.kind, entry.name] = _card(entry)
+            advance(1)
     if has_reference:
         _write_reference(folder)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)

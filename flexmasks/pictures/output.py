@@ -5,15 +5,11 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 CALL = "flexmasks.show"  # the call that error messages name
 WIDEST_TEXT = 80  # characters
-_SECONDS = 2.0  # between two messages about the same work
 
 
 def text_width() -> int:
@@ -26,27 +22,6 @@ def progress(message: str) -> None:
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
     elif message:
         print(f"... {message}", file=sys.stderr, flush=True)
-
-
-class Share:
-    """Shows every two seconds which share of a work is done, and more and more rarely where stderr is no terminal. Of
-    several processes of torch.distributed only the first one shows it.
-    """
-
-    def __init__(self, work: str) -> None:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._is_shown = not distributed or torch.distributed.get_rank() == 0
-        self._work, self._last, self._wait, self._has_shown = work, time.monotonic(), _SECONDS, False
-
-    def __call__(self, share: float) -> None:
-        if self._is_shown and time.monotonic() - self._last > self._wait:
-            progress(f"{self._work}: {share:.0%}")
-            self._wait *= 1 if sys.stderr.isatty() else 2
-            self._last, self._has_shown = time.monotonic(), True
-
-    def end(self) -> None:
-        if self._has_shown:
-            progress("")
 
 
 def check_columns(columns: Any) -> int:

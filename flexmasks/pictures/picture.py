@@ -151,9 +151,7 @@ class MaskPicture(Picture):
             f"of the computed pairs {about}{_percent(counts.hidden)} are hidden",
         ]
         if counts.unknown:
-            most = _percent(min(1.0, counts.shares[0] + counts.unknown_share))
-            about = f"empty are {empty} to {most} of all pairs"
-            notes.append(f"unknown: {counts.unknown:,} blocks, shown as partial; {about}")
+            notes.append(f"unknown: {counts.unknown:,} blocks, shown and counted as partial")
         return notes
 
     def _block_edges(self) -> tuple[list[float], list[float]]:

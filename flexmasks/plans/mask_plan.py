@@ -279,8 +279,7 @@ class MaskPlan(Plan):
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
         layout = self._prepared.layout
-        facts = layout.undecided, layout.not_understood, layout.unknown, layout.unknown_pairs
-        return Blocks(self.block_mask, *facts)
+        return Blocks(self.block_mask, layout.undecided, layout.not_understood, layout.unknown)
 
     @property
     def reads_data_as_fast(self) -> bool:

@@ -499,8 +499,9 @@ class Mask(AsAttentionMask, Modifier):
 
         Up to 65,536 tokens the blocks are exact, and beyond where that takes seconds. If it takes longer, the search
         ends after some seconds. Blocks that it did not reach count as partial, which attention computes exactly all the
-        same; then `unknown` is not 0, `bounds` are intervals, and the counts print as intervals. With `exact` the
-        search goes on to the end; on stderr it says how long that takes, and Ctrl-C ends it.
+        same; `unknown` says how many they are, `partial` is an upper bound then, and `empty`, `full` and `sparsity`
+        are lower bounds. With `exact` the search goes on to the end; where tqdm is installed it shows on stderr how
+        long that takes, and Ctrl-C ends it.
 
         Other arguments and errors are those of `flexmasks.block_mask`.
 

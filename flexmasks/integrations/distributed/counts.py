@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.blocks import visible_in_strips
-from flexmasks.pictures.output import Share
+from flexmasks.blocks.work import progress
 from flexmasks.plans.lengths import Lengths
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.spec.arguments import MaskLike, get_mask
@@ -111,19 +111,16 @@ class CountedMask:
 
     def strips(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield strips of the computed blocks of some rows, as `flexmasks.blocks.visible_in_strips` does."""
-        share, total, done = Share(f"counting the blocks of {self.mask!r}"), sum(b - a for a, b in spans), 0
-        size = self.size
-        for start, stop in spans:
-            blocks = (self.block_size, self.block_size)
-            with naming(self.mask):
+        size, blocks = self.size, (self.block_size, self.block_size)
+        rows = sum(stop - start for start, stop in spans)
+        with progress(f"counting the blocks of {self.mask!r}", rows, "row") as advance, naming(self.mask):
+            for start, stop in spans:
                 strips = visible_in_strips(
                     self._mask_mod, size.batch, size.heads, (start, stop), self.length, blocks, size.device
                 )
                 for first, visible in strips:
                     yield first, visible
-                    share((done + min(stop, first + visible.shape[2] * self.block_size) - start) / total)
-            done += stop - start
-        share.end()
+                    advance(min(stop - first, visible.shape[2] * self.block_size))
 
     @functools.cached_property
     def _band(self) -> Band | None:
