@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show`, `bench` and `gallery`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show` and `bench`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flexmasks import __version__
 from flexmasks.pictures.output import check_kind, check_writable, text_width
-from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import Definition, definition
 from flexmasks.spec.parameters import describe
@@ -47,13 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
             demo()
         elif arguments.command == "list":
-            print(tables(arguments.markdown, arguments.long))
+            print(tables(arguments.long))
         elif arguments.command == "bench":
             _bench(parser, arguments, _parameters(rest))
-        elif arguments.command == "gallery":
-            from flexmasks.pictures.gallery import gallery
-
-            print(gallery(arguments.out))
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
@@ -85,19 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parent = import_parser()
     _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")
     list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
-    columns = list_parser.add_mutually_exclusive_group()
-    columns.add_argument("--long", action="store_true", help="also list parameters, sources and names in libraries")
-    columns.add_argument(
-        "--markdown", action="store_true", help="print everything as Markdown, as on the pages of masks and scores"
-    )
+    list_parser.add_argument("--long", action="store_true", help="also list parameters, sources and names in libraries")
     _add_show_arguments(_add_command(commands, "show", "draw a mask or a score, and print its documentation", parent))
-    does = "write a page of all masks and scores, and a reference of all public names"
-    gallery_parser = _add_command(commands, "gallery", does, parent)
-    gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
-    gallery_parser.epilog = (
-        "The reference, made by pdoc, stands in a folder beside the page. It needs `pip install 'flexmasks[docs]'`; "
-        "without it only the page is written."
-    )
     does = "time a call of yours on this machine, against flex_attention and SDPA"
     _add_bench_arguments(_add_command(commands, "bench", does, parent))
     return parser
@@ -154,13 +138,11 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help=does)
 
 
-def tables(markdown: bool = False, long: bool = False) -> str:
+def tables(long: bool = False) -> str:
     """The tables of masks and scores, as wide as the terminal: names and meanings, or with `long` also parameters,
-    sources and names in other libraries. As Markdown they are the pages of masks and scores.
+    sources and names in other libraries.
     """
     listed = (("mask", list_masks()), ("score", list_scores()))
-    if markdown:
-        return "\n\n".join(page(kind, entries) for kind, entries in listed)
     rows: list[list[tuple[str, ...]]]
     if long:
         rows = [[(e.signature, e.summary, e.source, e.peers) for e in entries] for _, entries in listed]

@@ -33,7 +33,8 @@ from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import tensors_of
 
-sys.path.append(str(Path(__file__).parent.parent / "recipes"))  # for files that are run as scripts
+RECIPES = Path(__file__).parent.parent / "recipes"
+sys.path += [str(RECIPES), str(RECIPES / "site")]  # for files that are run as scripts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Largest error of outputs; gradients may have twice it, see `error`. The half precisions allow about four roundings.

@@ -57,7 +57,7 @@ TESTS = {
     "kernels/whole_mask": "whole_mask",
     "integrations/huggingface/": "huggingface huggingface_vision huggingface_sharded",
     "integrations/distributed/": "distributed_plan distributed_exchange distributed",
-    "pictures/": "picture gallery command reference readme",
+    "pictures/": "picture command",
     "bench/": "bench command",
     "": "taken errors cache attention strides export",
     "__main__": "command",

@@ -132,11 +132,10 @@ def test_explain_says_in_one_line_what_is_not_here(monkeypatch: pytest.MonkeyPat
 
 
 HELP = {
-    "": ["demo", "list", "show", "bench", "gallery", "COMMAND --help"],
+    "": ["demo", "list", "show", "bench", "COMMAND --help"],
     "demo": ["Compute attention on this machine"],
-    "list": ["List the names and meanings", "--long", "--markdown", "--import"],
+    "list": ["List the names and meanings", "--long", "--import"],
     "show": ["show NAME [options] [--PARAMETER VALUE ...]", "--save FILE", "--seq-lens [300,100]"],
-    "gallery": ["Write a page", "OUT"],
     "bench": ["Time a call of yours", "--mask NAME", "--shape B,H,S,D", "--kv-heads N", "--dtype", "--window 1024"],
 }
 
@@ -159,11 +158,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a folder": (["show", "causal", "--save", "FOLDER.svg"], "FOLDER.svg: Is a directory"),
     "suffix": (["show", "causal", "--save", "x.gif"], "saved as .svg, .html, .txt, .pdf or .png, got 'x.gif'"),
-    "gallery in no folder": (
-        ["gallery", "/no/such/x.html"],
-        "'/no/such/x.html' cannot be written, '/no/such' is no folder",
-    ),
-    "gallery in a file": (["gallery", "FILE"], "FILE: File exists"),
     "bench": (["bench", "--mask", "causl", "--shape", "1,2,64,16"], "no mask is named 'causl'; did you mean 'causal'"),
     "bench parameter": (
         ["bench", "--mask", "sliding_window", "--shape", "1,2,64,16", "--windw", "3"],
@@ -180,15 +174,13 @@ BAD: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_mistakes_take_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "FOLDER.svg").mkdir()
-    (tmp_path / "FILE").write_text("kept")
     words, message = BAD[name]
-    words = [str(tmp_path / word) if word in ("FOLDER.svg", "FILE") else word for word in words]
+    words = [str(tmp_path / word) if word == "FOLDER.svg" else word for word in words]
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert message in err
     assert err.count("\n") == 1
     assert "blocks of 128" not in out  # nothing was drawn before
-    assert (tmp_path / "FILE").read_text() == "kept"
 
 
 @pytest.mark.parametrize(

@@ -637,11 +637,9 @@ def test_calls_beside_another_flash_attention(mask: str, package: str, caplog: p
 _KILLED = """
     import itertools, os, random, signal, sys, time
     from pathlib import Path
-    from markupsafe import Markup
     from benchmarks import results
-    from flexmasks.pictures import gallery, svg, output
 
-    kind, folder, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    folder, way = Path(sys.argv[1]), sys.argv[2]
     if way == "directly":  # as it must not be
         def direct(path, content):
             with Path(path).open("w") as file:
@@ -650,25 +648,16 @@ _KILLED = """
                 time.sleep(0.01)
                 file.write(content[len(content) // 2 :])
 
-        gallery.write = results.write = direct
-    gallery.list_masks = gallery.list_scores = lambda: []
-    gallery._write_reference = lambda folder: None
-    style = svg.style()
+        results.write = direct
     versions = itertools.cycle((0, 1))
 
-    def page():
-        text = style + "xy"[next(versions)] * 3_000_000
-        svg.style = lambda: text
-        gallery.gallery(folder / "page.html")
-
-    def figures():
+    def work():
         first = next(versions)
         row = {f"figure {n}": first + n for n in range(40_000)}
         about = {"benchmark": "test", "machine": {}, "rows": []}
         results.progress = lambda message: None
         results.run_steps(about, {"one": lambda: [row]}, str(folder / "page.html"))
 
-    work = {"gallery": page, "results": figures}[kind]
     whole = set()  # a file whose content would stay the same is not written
     for _ in range(2):
         start = time.perf_counter()
@@ -678,7 +667,7 @@ _KILLED = """
     assert len(whole) == 2
     torn = 0
     random.seed(0)
-    for n in range(int(sys.argv[4])):
+    for n in range(int(sys.argv[3])):
         child = os.fork()
         if child == 0:
             while True:
@@ -693,18 +682,17 @@ _KILLED = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
-@pytest.mark.parametrize(("kind", "kills"), [("results", 12), *map(in_campaigns, [("results", 40), ("gallery", 40)])])
-def test_a_killed_process_leaves_the_old_file(kind: str, kills: int, tmp_path: Path) -> None:
-    done = fresh.run(textwrap.dedent(_KILLED), kind, str(tmp_path), "whole", str(kills))
+@pytest.mark.parametrize("kills", [12, in_campaigns(40)])
+def test_a_killed_process_leaves_the_old_file(kills: int, tmp_path: Path) -> None:
+    done = fresh.run(textwrap.dedent(_KILLED), str(tmp_path), "whole", str(kills))
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-    assert {file.name for file in tmp_path.iterdir()} <= {"page.html", "page.html.part", "page-reference"}
+    assert {file.name for file in tmp_path.iterdir()} <= {"page.html", "page.html.part"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["results", "gallery"])
-def test_the_test_of_killed_processes_sees_torn_files(kind: str, tmp_path: Path) -> None:
-    done = fresh.run(textwrap.dedent(_KILLED), kind, str(tmp_path), "directly", "40")
+def test_the_test_of_killed_processes_sees_torn_files(tmp_path: Path) -> None:
+    done = fresh.run(textwrap.dedent(_KILLED), str(tmp_path), "directly", "40")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
 

@@ -19,9 +19,9 @@ from markupsafe import escape
 
 import benchmark
 import flexmasks
+import gallery as gallery_module
 from flexmasks.__main__ import main
-from flexmasks.pictures import gallery as gallery_module
-from flexmasks.pictures.gallery import USES, code, gallery
+from gallery import USES, code, gallery
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = '''
@@ -127,9 +127,11 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
         "without_example",
         "broken",
     ]  # the fixture `page` has all masks and scores of the library
-    monkeypatch.setattr(gallery_module, "list_masks", lambda: [e for e in flexmasks.list_masks() if e.name in few])
-    monkeypatch.setattr(gallery_module, "list_scores", list)
-    assert main(["gallery", str(tmp_path / "page.html"), "--import", own]) == 0
+    listed = flexmasks.list_masks
+    with monkeypatch.context() as patch:
+        patch.setattr(flexmasks, "list_masks", lambda: [e for e in listed() if e.name in few])
+        patch.setattr(flexmasks, "list_scores", list)
+        gallery_module.main([str(tmp_path / "page.html"), "--import", own])
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     text = (tmp_path / "page.html").read_text()
     assert set(Page(text).articles) == {f"mask-{name}" for name in few}
@@ -139,13 +141,12 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     shown = code("mask", "every_other")
     assert f"import {own}" in shown
     run(shown)
-    for option in ([], ["--markdown"]):
-        assert main(["list", *option, "--import", own]) == 0
-        assert "every_other" in capsys.readouterr().out
+    assert main(["list", "--import", own]) == 0
+    assert "every_other" in capsys.readouterr().out
     assert main(["show", "every_other", "--length", "8", "--import", own, "--save", str(tmp_path / "own.svg")]) == 0
     assert "█·█·····\n" in capsys.readouterr().out
     assert (tmp_path / "own.svg").read_text().startswith("<svg")
-    assert main(["gallery", str(tmp_path), "--import", "no_such_module"]) == 2
+    assert main(["list", "--import", "no_such_module"]) == 2
     assert "no_such_module" in capsys.readouterr().err
 
 

@@ -80,7 +80,7 @@ def test_the_wheel_has_the_package_only(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, "wheel", tmp_path)
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     wanted = {n for n in repository.files() if n.startswith("flexmasks/") and n.endswith(".py")}
-    others = {"flexmasks/pictures/gallery.html", "flexmasks/masks/__init__.pyi", "flexmasks/scores/__init__.pyi"}
+    others = {"flexmasks/masks/__init__.pyi", "flexmasks/scores/__init__.pyi"}
     assert set(names) == wanted | others | {"flexmasks/py.typed"}
     assert wheel.name.split("-")[:2] == ["flexmasks", flexmasks.__version__]
     check_metadata(zipfile.ZipFile(wheel).read(f"flexmasks-{flexmasks.__version__}.dist-info/METADATA").decode())
@@ -100,7 +100,6 @@ def check_metadata(text: str) -> None:
         "notebooks",
         "flash",
         "huggingface",
-        "docs",
         "triton",
     }
     # Each torch brings its own Triton: no limit may stand here, but in extras.
@@ -165,7 +164,7 @@ def test_distributions_in_a_fresh_environment(clone: Path, tmp_path: Path) -> No
     assert run("-c", where).split() == [str(site / "flexmasks/__init__.py"), flexmasks.__version__]
     assert "skipped:" in run("-m", "flexmasks", "demo")
     assert flexmasks.__version__ in run("-m", "flexmasks", "--version")
-    run("-m", "flexmasks", "gallery", str(tmp_path / "gallery"))
+    run(str(source / "recipes/site/gallery.py"), str(tmp_path / "gallery"))
     assert "sliding_window" in (tmp_path / "gallery/index.html").read_text()
     assert "paged_attention" in (tmp_path / "gallery/reference/flexmasks.html").read_text()
     assert "SDPA" in run("-m", "flexmasks", "bench", "--mask", "causal", "--shape", "1,2,256,32")

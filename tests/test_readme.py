@@ -37,8 +37,8 @@ from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
-from flexmasks.pictures.pages import page
 from flexmasks.spec.definitions import is_by_library
+from pages import page
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
@@ -334,10 +334,6 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
         assert entry.name in listed
         assert main(["show", entry.name, "--length", "256"]) == 0
         assert entry.summary in capsys.readouterr().out
-    assert main(["list", "--markdown"]) == 0
-    printed = capsys.readouterr().out
-    assert own("mask").partition("\n\n")[0] in printed
-    assert own("score").partition("\n\n")[0] in printed
     assert main(["show", "sliding_window", "--length", "16", "--window", "2"]) == 0
     assert "·███····" in capsys.readouterr().out
     assert main(["show", "grouped_tril", "--length", "300", "--seq-lens", "[300, 100]", "-b", "1"]) == 0

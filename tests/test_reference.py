@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import flexmasks
-from flexmasks.__main__ import main
 from flexmasks.integrations import distributed, huggingface
-from flexmasks.pictures import gallery as gallery_module
 from flexmasks.pictures import output
+from gallery import gallery
 
 pytest.importorskip("pdoc", reason="pdoc is not installed")
 
@@ -39,10 +38,11 @@ NAMES = {f"{page} {name}": (page, name, value) for page, name, value in public()
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
+    few = flexmasks.list_masks()[:3]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gallery_module, "list_masks", lambda: flexmasks.list_masks()[:3])
-        patch.setattr(gallery_module, "list_scores", list)
-        assert main(["gallery", str(folder)]) == 0
+        patch.setattr(flexmasks, "list_masks", lambda: few)
+        patch.setattr(flexmasks, "list_scores", list)
+        gallery(folder)
     return folder
 
 
@@ -75,31 +75,14 @@ def test_links_of_the_reference_lead_somewhere(site: Path) -> None:
 
 
 def test_without_pdoc(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gallery_module, "list_masks", list)
-    monkeypatch.setattr(gallery_module, "list_scores", list)
+    monkeypatch.setattr(flexmasks, "list_masks", list)
+    monkeypatch.setattr(flexmasks, "list_scores", list)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pdoc" else find(name, *more))
-    assert main(["gallery", str(tmp_path)]) == 0
-    said = "flexmasks: no reference, it needs pdoc: `pip install 'flexmasks[docs]'`.\n"
-    assert said in capsys.readouterr().err
+    gallery(tmp_path)
+    assert capsys.readouterr().err == "no reference, it needs pdoc: `pip install pdoc`.\n"
     assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
     assert "reference/" not in (tmp_path / "index.html").read_text()
-
-
-def test_a_run_that_stops_leaves_the_old_pages(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gallery_module, "list_masks", list)
-    monkeypatch.setattr(gallery_module, "list_scores", list)
-    before = {file: file.read_bytes() for file in site.rglob("*.*")}
-    written = output.write
-
-    def stop(path: Path, content: Any) -> None:
-        if path.name == "orders.html":
-            raise KeyboardInterrupt
-        written(path, content)
-
-    monkeypatch.setattr(gallery_module, "write", stop)
-    assert main(["gallery", str(site)]) == 130
-    assert {file: file.read_bytes() for file in site.rglob("*.*")} == before
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

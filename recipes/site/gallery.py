@@ -1,34 +1,30 @@
-"""`python -m flexmasks gallery OUT`: a page of all masks and scores, and by pdoc a reference of all public names."""
+"""`python recipes/site/gallery.py OUT`: a page of all masks and scores, and by pdoc a reference of all public names."""
 
 from __future__ import annotations
 
-import functools
+import argparse
 import importlib.util
 import inspect
 import itertools
 import re
 import sys
-import tempfile
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 from torch import Tensor
 
-from flexmasks.attention import attention
-from flexmasks.blocks.work import progress
+import flexmasks
+from flexmasks import Mask, Picture, Score
+from flexmasks.__main__ import import_modules, import_parser
 from flexmasks.pictures import svg
-from flexmasks.pictures.output import check_writable, write
-from flexmasks.pictures.picture import MaskPicture
-from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
-from flexmasks.spec.examples import SHORT, at_most, fitting
-from flexmasks.spec.registry import Entry, list_masks, list_scores
-from flexmasks.spec.values import Modifier
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
+SHORT = (64, 128, 256, 512, 1024)  # lengths to try for the pictures of single pairs, and for the code
 _LINE = 88  # characters of code
 _HEADS = 8
 # What a reader has, and the masks for it, the usual ones first.
@@ -61,42 +57,27 @@ def gallery(out: str | Path) -> Path:
     """Write a page of all masks and scores, and a reference of the public names.
 
     An entry has a picture, signature, meaning, source, sparsity and code. If an example fails, its entry says why. The
-    page needs no network. The reference is made by pdoc, in a folder beside the page: `reference`, or for a file
-    `x.html` `x-reference`. Without pdoc, which the extra `docs` brings, only the page is written, and a line on stderr
-    says so.
-
-    Each file is replaced whole, the page after the reference, so a run that is stopped leaves pages that work. Other
-    files in the folders stay as they are.
+    page needs no network. The reference stands in a folder beside the page: `reference`, or for a file `x.html`
+    `x-reference`. Without pdoc only the page is written, and a line on stderr says so.
 
     Args:
         out: the file to write, or a folder for `index.html`, which is made if it is missing.
 
     Returns:
         The page's path.
-
-    Example:
-        >>> import flexmasks.pictures.gallery
-        >>> flexmasks.pictures.gallery.gallery("/tmp/masks.html")  # doctest: +SKIP
-        PosixPath('/tmp/masks.html')
     """
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         path.mkdir(parents=True, exist_ok=True)
         path = path / "index.html"
-    check_writable(path)
     folder = path.parent / ("reference" if path.name == "index.html" else f"{path.stem}-reference")
     has_reference = importlib.util.find_spec("pdoc") is not None
     if not has_reference:
-        print("flexmasks: no reference, it needs pdoc: `pip install 'flexmasks[docs]'`.", file=sys.stderr)
-    listed = [*list_masks(), *list_scores()]
-    cards: dict[tuple[str, str], dict[str, Any]] = {}
-    with progress("drawing pictures", len(listed), "entry") as advance:
-        for entry in listed:
-            cards[entry.kind, entry.name] = _card(entry)
-            advance(1)
+        print("no reference, it needs pdoc: `pip install pdoc`.", file=sys.stderr)
+    cards = {(entry.kind, entry.name): _card(entry) for entry in (*flexmasks.list_masks(), *flexmasks.list_scores())}
     if has_reference:
         _write_reference(folder)
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["prose"] = _prose
     page = environment.get_template("gallery.html").render(
         style=Markup(svg.style()),
@@ -104,7 +85,7 @@ def gallery(out: str | Path) -> Path:
         groups=_grouped(cards),
         reference=f"{folder.name}/index.html" if has_reference else "",
     )
-    write(path, page)
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -119,18 +100,13 @@ def _grouped(cards: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, li
 
 
 def _write_reference(folder: Path) -> None:
-    import pdoc  # the extra `docs` may be missing
+    import pdoc  # it may be missing
 
     modules = [name for name in _MODULES if importlib.util.find_spec(_NEEDS.get(name, "flexmasks")) is not None]
     # After each package come its modules, which are left out.
     chosen = [spec for name in modules for spec in (name, f"!{name}[.]")]
     pdoc.render.configure(docformat="google", show_source=False)
-    with tempfile.TemporaryDirectory() as made:
-        pdoc.pdoc(*chosen, output_directory=Path(made))
-        for file in sorted(Path(made).rglob("*.*")):
-            target = folder / file.relative_to(made)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write(target, file.read_bytes())
+    pdoc.pdoc(*chosen, output_directory=folder)
 
 
 def code(kind: str, name: str) -> str:
@@ -140,7 +116,7 @@ def code(kind: str, name: str) -> str:
     Raises ValueError if there is no example.
 
     Example:
-        >>> from flexmasks.pictures.gallery import code
+        >>> from gallery import code
         >>> print(code("mask", "sliding_window"))
         import torch
         import flexmasks
@@ -148,11 +124,28 @@ def code(kind: str, name: str) -> str:
         q, k, v = torch.randn(3, 1, 8, 64, 64)
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=16)
     """
-    length, value, _ = fitting(kind, name, SHORT, draw)
+    listed = flexmasks.list_masks() if kind == "mask" else flexmasks.list_scores()
+    (entry,) = (entry for entry in listed if entry.name == name)
+    length, value, _ = _drawn(entry, SHORT)
     return _code(value, length)
 
 
-def _code(value: Modifier, length: int) -> str:
+def _drawn(entry: Any, lengths: Iterable[int], **options: Any) -> tuple[int, Mask | Score, Picture]:
+    """The first length at which the example of an entry can be drawn, the example and its picture.
+
+    Raises the error of the first length if every length fails.
+    """
+    errors: list[Exception] = []
+    for length in lengths:
+        try:
+            value = entry.example(length)
+            return length, value, flexmasks.draw(value, length, **options)
+        except Exception as error:  # a user's function may raise anything
+            errors.append(error)
+    raise errors[0]
+
+
+def _code(value: Mask | Score, length: int) -> str:
     kind, name, module = value.kind, value.name, value.definition.function.__module__
     lines = ["import torch", "import flexmasks"]
     if not value.definition.by_library and module != "__main__":
@@ -170,7 +163,7 @@ def _code(value: Modifier, length: int) -> str:
             lines.append(line)
             text = parameter
         arguments.append(f"{parameter}={text}")
-    if any(parameter in inspect.signature(attention).parameters for parameter in value.params):
+    if any(parameter in inspect.signature(flexmasks.attention).parameters for parameter in value.params):
         inner = ", ".join([f'"{name}"', *arguments])
         arguments = [f"{kind}=flexmasks.get_{kind}({inner})"]
     else:
@@ -181,7 +174,7 @@ def _code(value: Modifier, length: int) -> str:
     return "\n".join([*lines, call])
 
 
-def _card(entry: Entry) -> dict[str, Any]:
+def _card(entry: Any) -> dict[str, Any]:
     kind, doc = entry.kind, definition(entry.kind, entry.name).doc
     card: dict[str, Any] = {
         "kind": kind,
@@ -190,10 +183,10 @@ def _card(entry: Entry) -> dict[str, Any]:
         "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # text that the search matches
     }
     try:
-        length, value, picture = fitting(kind, entry.name, SHORT, functools.partial(draw, block_size=1))
+        length, value, picture = _drawn(entry, SHORT, block_size=1)
         card |= {"picture": Markup(picture.svg(style=False)), "code": _code(value, length)}
-        if isinstance(picture, MaskPicture):
-            long = cast(MaskPicture, fitting(kind, entry.name, at_most(LENGTH), draw)[2])
+        if kind == "mask":
+            long: Any = _drawn(entry, (LENGTH, *SHORT[::-1]))[2]
             card |= {"sparsity": f"{long.counts.shares[0]:.1%}", "sparsity_length": f"{long.q_len:,}"}
             card["long"] = Markup(long.svg(style=False))
     except Exception as error:  # an example is a user's code, and the other entries do not depend on it
@@ -210,7 +203,7 @@ def _literal(value: Any) -> str:
     """A parameter as code, with long regular lists shortened."""
     if isinstance(value, Tensor):
         return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
-    if isinstance(value, Modifier):
+    if isinstance(value, Mask | Score):
         return _constructor(value)
     if not isinstance(value, list | tuple):
         return repr(value)
@@ -224,7 +217,7 @@ def _literal(value: Any) -> str:
     return f"[{', '.join(map(_literal, value))}]"
 
 
-def _constructor(value: Modifier) -> str:
+def _constructor(value: Mask | Score) -> str:
     if value.definition.template:
         masks = value.params["masks"] if "masks" in value.params else (value.params["mask"],)
         parts = [_constructor(mask) for mask in masks]
@@ -234,3 +227,16 @@ def _constructor(value: Modifier) -> str:
         raise ValueError(f"the example holds {value!r}, which is not registered, so code cannot name it.")
     given = "".join(f", {name}={_literal(v)}" for name, v in value.params.items())
     return f'flexmasks.get_{value.kind}("{value.name}"{given})'
+
+
+def main(words: list[str] | None = None) -> None:
+    """Write the page that the command line names."""
+    parser = argparse.ArgumentParser(description="Write a page of all masks and scores.", parents=[import_parser()])
+    parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
+    arguments = parser.parse_args(words)
+    import_modules(arguments.modules)
+    print(gallery(arguments.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,18 @@
-"""Pages of masks and scores: registry entries come in, Markdown goes out."""
+"""`python recipes/site/pages.py`: the tables of all masks and scores, and a section on each, in Markdown."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
+import flexmasks
 from flexmasks.spec.definitions import definition
-from flexmasks.spec.registry import Entry
 
 _WIDTH = 120  # characters of a line
 
 
-def page(kind: str, entries: Iterable[Entry]) -> str:
+def page(kind: str, entries: Iterable[Any]) -> str:
     """Return a table of masks or scores, and below it a section on each.
 
     Args:
@@ -32,7 +33,7 @@ def page(kind: str, entries: Iterable[Entry]) -> str:
     return "\n\n".join([table, *(_section(kind, entry) for entry in entries)])
 
 
-def _section(kind: str, entry: Entry) -> str:
+def _section(kind: str, entry: Any) -> str:
     registered = definition(kind, entry.name)
     file = f"{registered.function.__module__.rpartition('.')[2]}.py"
     where = f" in [{file}]({file})" if registered.by_library else ""
@@ -51,3 +52,7 @@ def _item(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page("mask", flexmasks.list_masks()), page("score", flexmasks.list_scores()), sep="\n\n")
