@@ -22,7 +22,8 @@ pytest.importorskip("pdoc", reason="pdoc is not installed")
 
 def public() -> Iterator[tuple[str, str, Any]]:
     """Yield the module's page, the name and the value of each public name."""
-    orders = [n for n, f in vars(flexmasks.orders).items() if inspect.isfunction(f) and not n.startswith("_")]
+    defined = [(n, f) for n, f in vars(flexmasks.orders).items() if inspect.isfunction(f) and not n.startswith("_")]
+    orders = [n for n, f in defined if f.__module__ == flexmasks.orders.__name__]
     modules = [(flexmasks, flexmasks.__all__), (flexmasks.orders, orders)]
     modules += [(huggingface, huggingface.__all__), (distributed, distributed.__all__)]
     for module, names in modules:
