@@ -127,10 +127,9 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
         "without_example",
         "broken",
     ]  # the fixture `page` has all masks and scores of the library
-    listed = flexmasks.list_masks
     with monkeypatch.context() as patch:
-        patch.setattr(flexmasks, "list_masks", lambda: [e for e in listed() if e.name in few])
-        patch.setattr(flexmasks, "list_scores", list)
+        patch.setattr(gallery_module, "list_masks", lambda: [e for e in flexmasks.list_masks() if e.name in few])
+        patch.setattr(gallery_module, "list_scores", list)
         gallery_module.main([str(tmp_path / "page.html"), "--import", own])
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     text = (tmp_path / "page.html").read_text()

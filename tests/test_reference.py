@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import flexmasks
+import gallery as gallery_module
 from flexmasks.integrations import distributed, huggingface
 from flexmasks.pictures import output
 from gallery import gallery
@@ -39,10 +40,9 @@ NAMES = {f"{page} {name}": (page, name, value) for page, name, value in public()
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    few = flexmasks.list_masks()[:3]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexmasks, "list_masks", lambda: few)
-        patch.setattr(flexmasks, "list_scores", list)
+        patch.setattr(gallery_module, "list_masks", lambda: flexmasks.list_masks()[:3])
+        patch.setattr(gallery_module, "list_scores", list)
         gallery(folder)
     return folder
 
@@ -76,8 +76,8 @@ def test_links_of_the_reference_lead_somewhere(site: Path) -> None:
 
 
 def test_without_pdoc(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexmasks, "list_masks", list)
-    monkeypatch.setattr(flexmasks, "list_scores", list)
+    monkeypatch.setattr(gallery_module, "list_masks", list)
+    monkeypatch.setattr(gallery_module, "list_scores", list)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pdoc" else find(name, *more))
     gallery(tmp_path)

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 import flexmasks
-from flexmasks import Mask, Picture, Score
+from flexmasks import Mask, Picture, Score, list_masks, list_scores
 from flexmasks.__main__ import import_modules, import_parser
 from flexmasks.pictures import svg
 from flexmasks.spec.definitions import definition
@@ -74,7 +74,7 @@ def gallery(out: str | Path) -> Path:
     has_reference = importlib.util.find_spec("pdoc") is not None
     if not has_reference:
         print("no reference, it needs pdoc: `pip install pdoc`.", file=sys.stderr)
-    cards = {(entry.kind, entry.name): _card(entry) for entry in (*flexmasks.list_masks(), *flexmasks.list_scores())}
+    cards = {(entry.kind, entry.name): _card(entry) for entry in (*list_masks(), *list_scores())}
     if has_reference:
         _write_reference(folder)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -124,7 +124,7 @@ def code(kind: str, name: str) -> str:
         q, k, v = torch.randn(3, 1, 8, 64, 64)
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=16)
     """
-    listed = flexmasks.list_masks() if kind == "mask" else flexmasks.list_scores()
+    listed = list_masks() if kind == "mask" else list_scores()
     (entry,) = (entry for entry in listed if entry.name == name)
     length, value, _ = _drawn(entry, SHORT)
     return _code(value, length)
