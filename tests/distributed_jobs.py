@@ -24,7 +24,7 @@ import flexmasks
 from flexmasks import trees
 from flexmasks.integrations import distributed
 from flexmasks.kernels import wide
-from flexmasks.spec.examples import example
+from flexmasks.spec.registry import example
 
 wide.on_gpu = lambda device: True  # processes on a CPU, too, copy numbers of 16 bytes, as those on GPUs do
 LENGTH = 128

@@ -14,8 +14,8 @@ from oracles import MASK_CASES, Case, dense
 from torch import Tensor
 
 import flexmasks
+from benchmarks.examples import SHORT, fitting
 from flexmasks.spec.definitions import names
-from flexmasks.spec.examples import SHORT, fitting
 
 PLACED = {"packed", "vision_cross"}  # parameters say where queries are
 CALLS: dict[str, Callable[..., Any]] = {

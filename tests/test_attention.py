@@ -47,13 +47,13 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
+from benchmarks.examples import on_device
 from flexmasks import trees
 from flexmasks.backends import short_cpu, table, waiting
 from flexmasks.backends.call import Unavailable, proven
 from flexmasks.orders import in_tiles, tile_order
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
-from flexmasks.spec.examples import on_device
 
 BACKENDS = {"cpu": ["reference", "flex"], "cuda": ["reference", "flex", "flex_flash"]}
 WHERE = [

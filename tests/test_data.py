@@ -41,8 +41,8 @@ from flexmasks.plans import data
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.request import Request
-from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import example
 from flexmasks.spec.structure import replaced
 
 CPU = torch.device("cpu")

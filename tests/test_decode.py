@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from benchmarks import private_torch
+from benchmarks.examples import on_device
 from flexmasks import calls, compat
 from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
@@ -28,7 +29,7 @@ from flexmasks.plans import recorded
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Whole
 from flexmasks.request import Request
-from flexmasks.spec.examples import example, on_device
+from flexmasks.spec.registry import example
 
 BATCH, HEADS, KV_HEADS, LENGTH = 3, 4, 2, 160
 MASKS = [e.name for e in flexmasks.list_masks()]

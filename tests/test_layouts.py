@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
+from benchmarks.examples import on_device
 from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec import definitions
-from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.parts import PartOfCall, part_of
+from flexmasks.spec.registry import example
 from flexmasks.spec.structure import flatten
 from flexmasks.spec.values import Modifier, ResolvedInner
 

@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from benchmarks import private_torch
+from benchmarks.examples import on_device
 from flexmasks import calls, pages
 from flexmasks.backends import decode
 from flexmasks.plans.mixed import PagedSequences, in_pieces
-from flexmasks.spec.examples import example, on_device
+from flexmasks.spec.registry import example
 
 HEADS, KV_HEADS, SIZE, V_SIZE = 4, 2, 16, 24
 MASKS = [e.name for e in flexmasks.list_masks() if e.name not in ("packed", "paged")]

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
 from flexmasks.backends import flex, flex_kernels, padded
-from flexmasks.spec.examples import example
+from flexmasks.spec.registry import example
 
 LAYOUTS = "[B, H, S, D]", "[B, S, H, D]", "slices of one projection", "slices of a longer cache"
 

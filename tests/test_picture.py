@@ -26,7 +26,7 @@ from flexmasks.pictures import svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
 from flexmasks.pictures.lengths import suggested_lengths
 from flexmasks.pictures.picture import ScorePicture
-from flexmasks.spec.examples import example
+from flexmasks.spec.registry import example
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from benchmarks import private_torch
+from benchmarks.examples import on_device
 from flexmasks import Mask, calls, get_mask, planned
 from flexmasks.backends.call_kind import CallKind
 from flexmasks.backends.flex import FlexReplay
@@ -26,8 +27,8 @@ from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
 from flexmasks.spec.aliases import Aliases
-from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import example
 from flexmasks.spec.structure import replaced
 
 BATCH, HEADS, LENGTH = 2, 2, 512

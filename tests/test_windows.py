@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
+from benchmarks.examples import on_device
 from flexmasks import calls, compat
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
 from flexmasks.backends.fa4 import Fa4Replay
@@ -25,7 +26,6 @@ from flexmasks.planned import plan_call
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
 from flexmasks.spec.bands import Sequences
-from flexmasks.spec.examples import on_device
 from flexmasks.spec.parameters import Size
 
 

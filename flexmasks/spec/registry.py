@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from flexmasks.cache import clear_caches
+from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.bands import Band
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import OPERATORS, Definition, define, names
-from flexmasks.spec.examples import example
+from flexmasks.spec.definitions import OPERATORS, Definition, define, definition, names
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
 
@@ -45,6 +45,15 @@ class Entry:
             [sliding_window(window=16)]
         """
         return example(self.kind, self.name, length)
+
+
+def example(kind: str, name: str, length: int) -> Mask | Score:
+    """Return a mask or score with its example's parameters; ValueError if it has no example and needs parameters."""
+    known = definition(kind, name)
+    if known.example is None and any(p.required for p in known.parameters.values()):
+        raise ValueError(f"register {name!r} with example=lambda length: {{...}}, parameters that show it well.")
+    params = known.example(length) if known.example is not None else {}
+    return get_mask(name, **params) if kind == "mask" else get_score(name, **params)
 
 
 def _how_to_register(kind: str) -> Callable[..., str]:

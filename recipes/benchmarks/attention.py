@@ -15,13 +15,13 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.examples import at_most, fitting, on_device
 from benchmarks.peers import Attend, dense_sdpa, other_libraries, pinned, ready_flex
 from benchmarks.results import Row, check_mask_names, choose_device, machine, run_steps, text_table
 from benchmarks.runner import attention_tflops, measure_passes
 from flexmasks.attention import attention, explain
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition, is_by_library
-from flexmasks.spec.examples import at_most, fitting, on_device
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Score

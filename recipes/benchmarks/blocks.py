@@ -14,13 +14,13 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from benchmarks.examples import at_most, fitting, on_device
 from benchmarks.memory import peak_bytes
 from benchmarks.results import Row, check_mask_names, choose_device, machine, machine_line, run_steps
 from flexmasks.attention import block_mask
 from flexmasks.bench.clock import interleaved, synchronize, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.spec.arguments import get_mask
-from flexmasks.spec.examples import at_most, fitting, on_device
 from flexmasks.spec.registry import list_masks
 from flexmasks.spec.values import Mask, Score
 

@@ -1,4 +1,4 @@
-"""Examples: registered masks and scores with parameters that show them, for pictures, code and benchmarks."""
+"""Examples of registered masks and scores at lengths that fit them, and on a device."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmasks.spec.arguments import get_mask, get_score
-from flexmasks.spec.definitions import definition
+from flexmasks.spec.registry import example
 from flexmasks.spec.values import Mask, Modifier, Score
 
 SHORT = (64, 128, 256, 512, 1024)  # lengths, the shortest first
 _Result = TypeVar("_Result")
-
-
-def example(kind: str, name: str, length: int) -> Mask | Score:
-    """Return a mask or score with its example's parameters; ValueError if it has no example and needs parameters."""
-    known = definition(kind, name)
-    if known.example is None and any(p.required for p in known.parameters.values()):
-        raise ValueError(f"register {name!r} with example=lambda length: {{...}}, parameters that show it well.")
-    params = known.example(length) if known.example is not None else {}
-    return get_mask(name, **params) if kind == "mask" else get_score(name, **params)
 
 
 def at_most(length: int) -> tuple[int, ...]:
