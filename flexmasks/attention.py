@@ -405,20 +405,21 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention to keys and values in a paged KV cache.
 
-    The cache is never copied as a whole, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key
-    j is the j-th key of its own sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in
-    chunks and prefill are the same call with one, some and all queries.
+    The cache is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th key of its own
+    sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in chunks and prefill are the
+    same call with one, some and all queries.
 
-    Where no gradient is wanted, only the keys of each sequence are read, and pages of any size cost little more than a
-    contiguous cache: on a GPU for up to 2,048 queries, at most an eighth of the keys, and then nothing is compiled; on
-    a CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
-    block that holds a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other
-    then cost up to eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
+    On a CPU the pages are copied side by side: all B * P of the table, so that it should have no more columns than the
+    longest sequence needs. On a GPU the cache is never copied as a whole. Where no gradient is wanted, kernels there
+    read only the keys of each sequence, for up to 2,048 queries, at most an eighth of the keys: pages of any size cost
+    little more than a contiguous cache, and nothing is compiled. Otherwise blocks have 128 keys, and a block that holds
+    a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other then cost up to
+    eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
     `kv_lens` is planned again; the other layers of the step find the plan. With flash-attn-4 installed, chunks of 128
     and more queries that are the last ones of each sequence run on FlashAttention 4, which reads the pages and plans
     nothing, in float16 and bfloat16 and where the mask is a window, such as full, causal and sliding_window.
-    The gradient of a cache takes B times the memory of the cache. For sequences with different numbers of queries there
-    is `varlen_attention`.
+    On a GPU the gradient of a cache takes B times the memory of the cache. For sequences with different numbers of
+    queries there is `varlen_attention`.
 
     Args:
         q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.

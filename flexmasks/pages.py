@@ -45,7 +45,6 @@ from flexmasks.plans.checks import (
     refuse_vmap,
     sequence_offsets,
 )
-from flexmasks.plans.gathered import parts_of
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.plans.sizes import is_capturing
@@ -57,10 +56,11 @@ from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
 _CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
-_GATHERS_ON = ("cpu",)
-_FA4_ON = ("cuda",)
+_GATHERS_ON = ("cpu",)  # where pages are copied
+_READS_PAGES_ON = ("cuda",)  # where kernels read pages
 _OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
-_LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches, and of pages that are copied
+_WHOLE: Part[bool] = Part(PLANS, "whole tables")  # whether all keys lie in pages
+_LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches
 
 
 class _Cache(NamedTuple):
@@ -97,6 +97,24 @@ class _Cache(NamedTuple):
         except ValueError as error:
             problem = str(error).removeprefix("flexmasks mask 'paged': ")
             raise ValueError(f"{call}: {problem}") from None
+
+    def check_once(self, q: Tensor, request: Request) -> None:
+        """Check values as `check_values` does, unless they were checked for an earlier layer of the step.
+
+        If used pages are missing, each mask is checked: some masks hide their keys.
+        """
+        if is_of_vmap(self.page_table):
+            refuse_vmap(PAGED, "`page_table`")
+        q_offset = request.q_offset
+        given = [self.page_table, self.kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
+        if compat.is_compiling() or not all(map(can_be_read, given)):
+            return
+        key = "whole", q.shape[2], self.k.shape[:2], q_offset if isinstance(q_offset, int) else "tensor"
+        if not _WHOLE.get(key, given):
+            self.check_values(PAGED, q, request)
+            used = torch.arange(0, self.room, self.k.shape[1], device=q.device) < self.kv_lens[:, None]
+            is_missing = used & ((self.page_table < 0) | (self.page_table >= len(self.k)))
+            _WHOLE.put(key, given, not bool(is_missing.any()), ENTRY)
 
     def says_what_is_wrong(self, call: str, q: Tensor, request: Request, error: ValueError) -> None:
         """Raise ValueError if pages or lengths are why a call failed, of which errors inside name other arguments."""
@@ -214,7 +232,7 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
     """Return output and lse (or None) of a checked call whose kernel reads no pages."""
     if request.q_offset is None:
         request = request._replace(q_offset=_kept_offset_of_last(cache.kv_lens, q.shape[2]))
-    if _may_gather_pages(q, cache):
+    if q.device.type in _GATHERS_ON and not computes_nothing(q, cache.k, cache.v):
         return _run_gathered(q, cache, request)
     if cache.room > cache.k.shape[:2].numel():  # pages that repeat hold more keys than the pool has slots
         request = request._replace(ends_among_keys=False)
@@ -225,44 +243,15 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
     return run(q, k, v, request._replace(mask=paged(request.mask, *pages), score=score))
 
 
-def _may_gather_pages(q: Tensor, cache: _Cache) -> bool:
-    """Return whether the pages of each sequence are copied to a place of their own.
-
-    There, blocks have keys of one sequence. Gradients of such copies would take more memory than the copies.
-    """
-    tensors = q, cache.k, cache.v
-    if q.device.type not in _GATHERS_ON or compat.is_compiling() or not all(type(x) is Tensor for x in tensors):
-        return False
-    return not (
-        learns_any(tensors) or computes_nothing(*tensors) or compat.transforms_active() or compat.in_dispatch_mode()
-    )
-
-
 def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call whose pages are copied.
-
-    Copies of a few sequences at a time bound the memory.
-    """
-    q_offset = cast(int | Tensor, request.q_offset)
-    given = [cache.page_table, cache.kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
-    larger = max(cache.k, cache.v, key=lambda x: x.shape[3])
-    key = "gathered", q.shape[2], larger.shape, larger.dtype, q_offset if isinstance(q_offset, int) else "tensor"
-    parts = _LAYOUTS.get(key, given)
-    if parts is None or not parts[0].is_whole:  # keys that lie in no page are hidden by some masks alone
-        cache.check_values(PAGED, q, request)
-    if parts is None:
-        parts = parts_of(cache.page_table, cache.kv_lens, q_offset, q.shape[2], larger)
-        _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
-    if len(parts) == 1:
-        own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
-        return run(q, parts[0].gathered(cache.k), parts[0].gathered(cache.v), own)
-    results = []
-    for part in parts:
-        own = _of_rows(request, part.sequences, part.firsts, part.lasts)
-        own = own._replace(mask=own.mask & get_mask("padding", seq_lens=part.kv_lens), q_offset=part.q_offset)
-        results.append(run(q[part.batch], part.gathered(cache.k), part.gathered(cache.v), own))
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs), torch.cat(lses) if request.return_lse else None
+    """Return output and lse (or None) of a call whose pages are copied, so that blocks have keys of one sequence."""
+    cache.check_once(q, request)
+    pages = cache.page_table.long().clamp(0, len(cache.k) - 1)  # entries of keys that no query sees may be anything
+    k, v = (
+        x.index_select(0, pages.flatten()).view(len(q), cache.room, *x.shape[2:]).transpose(1, 2)
+        for x in (cache.k, cache.v)
+    )
+    return run(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens)))
 
 
 def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
@@ -354,28 +343,24 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
     Where they start is computed only for kernels that do not find the last queries themselves. In the plans of the
     other kernels, which read no offset, the lengths stand in its place.
     """
-    if decode.has_own_kernels(q.device):
-        planned = plan_call(q, k, v, request._replace(q_offset=kv_lens, ends_among_keys=False))
-        if decode.finds_last_queries(planned.call):
-            return planned
+    planned = plan_call(q, k, v, request._replace(q_offset=kv_lens, ends_among_keys=False))
+    if decode.finds_last_queries(planned.call):
+        return planned
     where_last = _kept_offset_of_last(kv_lens, q.shape[2])
     return plan_call(q, k, v, request._replace(q_offset=where_last))._replace(where_last=where_last)
 
 
 def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     """Return whether a kernel that reads pages may run a call, before it is planned."""
-    device = q.device.type
-    if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
+    if request.backend not in ("auto", "decode", "fa4") or q.device.type not in _READS_PAGES_ON:
         return False
     tensors = q, cache.k, cache.v
     if not all(type(x) is Tensor for x in tensors) or not (q.numel() and cache.k.numel() and cache.room):
         return False
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    if learns_any(tensors) or is_traced:
+    if learns_any(tensors) or is_traced or compat.is_compiling():
         return False
-    return (request.q_offset is None and device in _FA4_ON and fa4_package.is_installed()) or decode.are_few(
-        q.shape[2], cache.room, q.device
-    )
+    return (request.q_offset is None and fa4_package.is_installed()) or decode.are_few(q.shape[2], cache.room, q.device)
 
 
 def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:

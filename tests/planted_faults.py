@@ -220,12 +220,6 @@ FAULTS: list[Fault] = [
     ),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
     Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
-    Fault(
-        "plans/gathered.py",
-        "(q_offset + q_len - 1).int()",
-        "(q_offset + q_len).int()",
-        ("tests/test_paging.py::test_chunks_by_a_table_without_a_row_to_spare",),
-    ),
     Fault("plans/rows.py", "return definition, x.shape, x.device,", "return definition, x.device,"),
     Fault(
         "plans/rows.py",
@@ -310,7 +304,6 @@ FAULTS: list[Fault] = [
     ),
     Fault("backends/cpu_kernel.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
     Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
-    Fault("backends/decode_cpu.py", ".long().clamp(0, len(cache) - 1)", ".long()"),
     Fault(
         "backends/decode_cpu.py",
         "(rows.float() @ k.float().mT).mul_",
@@ -664,6 +657,8 @@ FAULTS: list[Fault] = [
     ),
     Fault("orders.py", "return _Moved.apply(results, back, into)", "return _Moved.apply(results, into, back)"),
     Fault("orders.py", "_Moved.apply(gradients[0], inverse, order)", "_Moved.apply(gradients[0], order, inverse)"),
+    Fault("pages.py", ".long().clamp(0, len(cache.k) - 1)", ".long()"),
+    Fault("pages.py", "if not _WHOLE.get(key, given):", "if _WHOLE.get(key, given) is None:"),
     Fault("orders.py", "number * -(-length // size)", "number * (length // size)"),
     Fault(
         "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"

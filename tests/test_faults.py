@@ -418,9 +418,8 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
         _fails(patched, decode_cpu.CpuDecodeReplay, "__call__", RuntimeError("the kernel broke"), at)
         for _ in range(3):
             assert error(call(), want) < TOLERANCE[torch.float32]
-    messages = _warnings(caplog)
-    assert len(messages) == 2  # of pages, and of the copied keys and values
-    assert all("left out for such calls: RuntimeError: the kernel broke" in message for message in messages)
+    (message,) = _warnings(caplog)
+    assert "left out for such calls: RuntimeError: the kernel broke" in message
     assert error(call(), want) < TOLERANCE[torch.float32]
     with monkeypatch.context() as patched:
         flexmasks.clear_caches()

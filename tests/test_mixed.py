@@ -39,6 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(pages, "_CUT_ON", ())
         monkeypatch.setattr(pages, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))

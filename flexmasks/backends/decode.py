@@ -62,11 +62,6 @@ def _scores_held(call: Call, most: int) -> int:
     return batch * heads * q_len * kv_len
 
 
-def has_own_kernels(device: torch.device) -> bool:
-    """Return whether the library's own kernels run calls on a device."""
-    return device.type in _ON_GPU
-
-
 def finds_last_queries(call: Call) -> bool:
     """Return whether the library's own kernels find the last queries of sequences by their lengths."""
     has_no_bias = call.score is None or call.cap is not None
@@ -75,7 +70,7 @@ def finds_last_queries(call: Call) -> bool:
 
 def plan(call: Call) -> str:
     """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    reads_numbers = has_own_kernels(call.q.device) and call.mask.intervals is not None
+    reads_numbers = call.q.device.type in _ON_GPU and call.mask.intervals is not None
     return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
 
 

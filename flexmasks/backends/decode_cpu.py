@@ -8,7 +8,7 @@ batch element sees are not read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -26,7 +26,6 @@ from flexmasks.workers import Workers
 # Batch elements are computed one by one if together they would read this many times as many keys. Many calls of a
 # kernel wait for each other where other processes take the cores.
 _MANY_TIMES = 3
-_SMALL = 1 << 20  # bytes of keys that are copied together
 
 
 def refuses(call: Call) -> str | None:
@@ -50,34 +49,6 @@ class _Part(NamedTuple):
     keys: slice
 
 
-class _Pages(NamedTuple):
-    """Places of each batch element's keys in a paged cache."""
-
-    table: Tensor  # int[B, P], the page with the keys from p * size on
-    size: int  # keys in a page
-
-    def room_for(self, cache: Tensor, parts: list[_Part]) -> Tensor:
-        """Return a tensor that the pages of any part fit in."""
-        most = max(len(self.table[part.batch]) * len(range(*self._columns(part))) for part in parts)
-        return cache.new_empty(most, *cache.shape[1:])
-
-    def keys_of(self, cache: Tensor, part: _Part, room: Tensor) -> Tensor:
-        """Return a copy of a part's keys or values: [B, Hkv, keys, D].
-
-        cache: [n_pages, size, Hkv, D].
-        """
-        first, stop = self._columns(part)
-        numbers = self.table[part.batch, first:stop].long().clamp(0, len(cache) - 1)  # unused entries may be anything
-        pages = torch.index_select(cache, 0, numbers.flatten(), out=room[: numbers.numel()])
-        skipped = first * self.size
-        keys = slice(part.keys.start - skipped, part.keys.stop - skipped)
-        return pages.view(len(numbers), -1, *cache.shape[2:])[:, keys].transpose(1, 2)
-
-    def _columns(self, part: _Part) -> tuple[int, int]:
-        """Return the first column of a part's keys, and the last one plus 1."""
-        return part.keys.start // self.size, -(-part.keys.stop // self.size)
-
-
 @dataclass(frozen=True)
 class CpuDecodeReplay(Replay):
     """A call of a few queries without q, k and v."""
@@ -90,7 +61,6 @@ class CpuDecodeReplay(Replay):
     parts: list[_Part]
     scale: float | None
     with_lse: bool
-    pages: _Pages | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,10 +83,9 @@ class CpuDecodeReplay(Replay):
             added=cpu_kernel.grouped(added, q.shape[1] // k.shape[1]),
             shows=not is_bias or shows(added),
             score_mod=score_mod,
-            parts=_parts(visible, k, call.pages is not None),
+            parts=_parts(visible, k),
             scale=call.scale,
             with_lse=call.with_lse,
-            pages=None if call.pages is None else _Pages(call.pages.table.detach(), call.pages.size),
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -136,24 +105,16 @@ class CpuDecodeReplay(Replay):
         numbers = iter(range(len(self.parts)))
 
         def compute() -> None:
-            rooms = [] if self.pages is None else [self.pages.room_for(x, self.parts) for x in (k, v)]
             for n in numbers:
                 part = self.parts[n]
-                own = self._keys_of(part, (k, v), rooms)
-                results[n] = self._attend(q[part.batch], *own, part)
+                own_k, own_v = (x[part.batch, :, part.keys] for x in (k, v))
+                results[n] = self._attend(q[part.batch], own_k, own_v, part)
 
         if len(self.parts) == 1:
             compute()
         else:
             workers.all([compute] * workers.count)
         return [results[n] for n in range(len(self.parts))]
-
-    def _keys_of(self, part: _Part, caches: tuple[Tensor, Tensor], rooms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        if self.pages is None:
-            k, v = (x[part.batch, :, part.keys] for x in caches)
-        else:
-            k, v = (self.pages.keys_of(x, part, room) for x, room in zip(caches, rooms, strict=True))
-        return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         """Return output and lse of a part, right where a query sees a key."""
@@ -208,10 +169,10 @@ def _of_part(x: Tensor, part: _Part) -> Tensor:
     return (x if len(x) == 1 else x[part.batch])[..., part.keys]
 
 
-def _parts(visible: Tensor, k: Tensor, are_copied: bool) -> list[_Part]:
+def _parts(visible: Tensor, k: Tensor) -> list[_Part]:
     """Return the batch elements that are computed together, with their keys.
 
-    Each batch element is a part of its own if that leaves out most keys, and if pages are copied that are not small.
+    Each batch element is a part of its own if that leaves out most keys.
     """
     batch, kv_len = k.shape[0], k.shape[2]
     seen = visible.any(1).any(1).byte()  # [B or 1, KV]
@@ -222,11 +183,7 @@ def _parts(visible: Tensor, k: Tensor, are_copied: bool) -> list[_Part]:
     ]
     filled = [span for span in spans if span[1]] or [(0, 0)]
     first, last = min(a for a, _ in filled), max(b for _, b in filled)
-    if are_copied:
-        is_together = batch * (last - first) * k[0, :, 0].numel() * k.element_size() <= _SMALL
-    else:
-        is_together = len(spans) == 1 or batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans)
-    if is_together:
+    if len(spans) == 1 or batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans):
         return [_Part(slice(0, batch), slice(first, last))]
     spans = spans if len(spans) == batch else spans * batch
     return [_Part(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]
