@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     inductor_config: Any
     in_dispatch_mode: Callable[[], int]
     is_wrapped: Callable[[Any], bool]
-    make_wrapper_subclass: Callable[..., Any]
     single_level_autograd: Any
     cute_unary: Any
     copy_all: Callable[[list[Tensor], list[Tensor]], None]
@@ -191,11 +190,6 @@ NAMES: dict[str, tuple[str, Any]] = {
     # Tensors without data, which tracing makes; their values must not be read.
     "FakeTensor": ("torch._subclasses:FakeTensor", _Never),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode", _NO_LOOK),
-    # Constructor of tensors without data, of a subclass of torch.Tensor; what takes its place is on the meta device.
-    "make_wrapper_subclass": (
-        "torch:Tensor._make_wrapper_subclass",
-        lambda kind, shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta").as_subclass(kind),
-    ),
     # The error by which activation checkpointing ends what it computes again; without it a backend that saves the last
     # tensors would seem to have failed.
     "StopRecomputation": ("torch.utils.checkpoint:_StopRecomputationError", _Never),

@@ -83,12 +83,11 @@ integers also keep which ids they hold, as bits of a hash, and `ids[q] == ids[kv
 
 Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong.
 
-A Range has the operations of an integer tensor, but it is no tensor. Functions may ask for the type of their arguments,
-as type checkers do with `isinstance(q, torch.Tensor)`. The first such question ends the evaluation, and a second one
-calls the function on ranges whose class is also a subclass of torch.Tensor. They answer every question as torch's own
-arguments do, apart from questions by `type`: Python does not ask the object there, so `type(q) is torch.Tensor`,
-`issubclass(type(q), torch.Tensor)` and tables with types as their keys find a class that is not torch.Tensor. Ask
-`isinstance`, `torch.is_tensor`, `q.__class__` or `match` instead.
+A Range has the operations of an integer tensor, but it is no tensor. A function may ask for the type of its arguments,
+as type checkers do with `isinstance(q, torch.Tensor)`. Such a question ends the evaluation, and all blocks are looked
+at element by element. Questions by `type` do not ask the object, so that nobody notices them: `type(q) is
+torch.Tensor`, `issubclass(type(q), torch.Tensor)` and tables with types as their keys find a class that is not
+torch.Tensor. Ask `isinstance`, `torch.is_tensor`, `q.__class__` or `match` instead.
 
 How it is exact
 ---------------

@@ -40,7 +40,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
     exact = x.exact and y.exact
     lo = x.lo + y.lo
     result = fitted(lo, lo if exact else x.hi + y.hi, dtype, x.limit + y.limit, exact)
-    if issubclass(type(b), int):
+    if isinstance(b, int):
         result.limit_reached = x.limit_reached and b >= 0
         result.steps = None if x.steps is None else x.steps.moved(b)
     return result
@@ -55,7 +55,7 @@ def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
     exact = x.exact and y.exact
     lo = x.lo - y.hi
     result = fitted(lo, lo if exact else x.hi - y.lo, dtype, x.limit + y.limit, exact)
-    if issubclass(type(b), int) and x.steps is not None:
+    if isinstance(b, int) and x.steps is not None:
         result.steps = x.steps.moved(-b)
     return result
 

@@ -21,10 +21,6 @@ class GiveUp(Exception):
     """A function cannot run on ranges, for the reason given: all blocks are then undecided."""
 
 
-class AskedForType(GiveUp):
-    """A function asked for the type of an index, as isinstance does; see `value.shown` for what follows."""
-
-
 class Refused(ValueError):
     """Error in a function that torch refuses as a mask, too."""
 
@@ -69,8 +65,7 @@ class Evaluation:
         self.not_understood: list[str] = []  # names of operations without a rule
         self.mixed_dtypes = False  # whether an operation mixed dtypes: torch may give its result another dtype
         self.rule_depth = 0  # number of rules that are running, one inside the other
-        self.shows_tensors = False  # whether the function sees ranges that are tensors, too
-        self.asked_for_type = False  # whether the function asked for the type of a range that is no tensor
+        self._asked_for_type = False  # whether the function asked for the type of a range
         self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
         self.computed = 0  # numbers in the results of the function's operations
@@ -83,9 +78,9 @@ class Evaluation:
         self.widest = max(self.widest, width)
 
     def ask_for_type(self, frame: FrameType) -> None:
-        """Raise AskedForType if the function asks for the type of a range that is no tensor. torch itself asks, too,
-        when it reads the arguments of a call such as torch.where(condition, range, 0); the call that the same
-        instruction dispatches settles that question.
+        """Raise GiveUp if the function asks for the type of a range. torch itself asks, too, when it reads the
+        arguments of a call such as torch.where(condition, range, 0); the call that the same instruction dispatches
+        settles that question.
         """
         question = frame, frame.f_lasti
         if "isinstance" in frame.f_code.co_names or self._open_question not in (None, question):
@@ -99,13 +94,13 @@ class Evaluation:
             self._open_question = None
 
     def check_no_question(self) -> None:
-        """Raise AskedForType if the function asked, even if it caught the exception."""
-        if self.asked_for_type or self._open_question is not None:
+        """Raise GiveUp if the function asked, even if it caught the exception."""
+        if self._asked_for_type or self._open_question is not None:
             self._refuse_question()
 
     def _refuse_question(self) -> NoReturn:
-        self.asked_for_type, self._open_question = True, None
-        raise AskedForType("a question for the type of an index")
+        self._asked_for_type, self._open_question = True, None
+        raise GiveUp("a question for the type of an index")
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
         key = id(values), version_of(values), self.compute_device

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.ranges.context import INF, GiveUp, current_evaluation
 from flexmasks.ranges.operands import PYTHON_NUMBERS, as_dtype, as_range, fitted
 from flexmasks.ranges.truth import as_truth
-from flexmasks.ranges.value import Range, is_tensor, rule
+from flexmasks.ranges.value import Range, rule
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Range]:
@@ -49,7 +49,7 @@ def to(a: Any, *args: Any, **kwargs: Any) -> Any:
     evaluation = current_evaluation.get()
     if evaluation is not None and evaluation.mixed_dtypes and any(isinstance(x, Range) for x in values):
         raise GiveUp("the dtype of an operation that mixes dtypes")
-    if is_tensor(a):
+    if isinstance(a, Tensor):
         return a.to(dtypes[0])
     return _cast(dtypes[0])(a) if dtypes else a
 

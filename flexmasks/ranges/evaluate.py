@@ -20,7 +20,6 @@ import flexmasks.ranges.selection
 import flexmasks.ranges.truth  # noqa: F401
 from flexmasks.ranges.context import (
     INF,
-    AskedForType,
     Evaluation,
     GiveUp,
     KnownBounds,
@@ -32,7 +31,7 @@ from flexmasks.ranges.context import (
     give_up_on_mixed_dtypes,
 )
 from flexmasks.ranges.operands import as_range
-from flexmasks.ranges.value import Range, dispatch, shown
+from flexmasks.ranges.value import Range, dispatch
 
 
 class _RangesAsArguments(TorchFunctionMode):
@@ -86,22 +85,12 @@ def evaluate(
     function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
-    indices = b, h, q, kv
     evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds)
-    try:
-        return _evaluate(function, indices, evaluation)
-    except AskedForType:
-        evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds)
-        evaluation.shows_tensors = True
-        return _evaluate(function, tuple(shown(i, evaluation) for i in indices), evaluation)
-
-
-def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluation: Evaluation) -> Evaluated:
     token = current_evaluation.set(evaluation)
     try:
         try:
             with _RangesAsArguments(evaluation):
-                result = function(*indices)
+                result = function(b, h, q, kv)
         except (GiveUp, Refused, TooLarge, TooWide):
             raise
         except Exception as error:  # if the function is wrong, the evaluation element by element raises it

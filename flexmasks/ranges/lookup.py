@@ -12,7 +12,7 @@ from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
 from flexmasks.ranges.members import members_of
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
-from flexmasks.ranges.value import BLOCK_DIMS, Range, is_tensor, rule
+from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
 
 
 @rule("getitem")
@@ -20,10 +20,10 @@ def getitem(values: Any, index: Any) -> Any:
     """The least and the greatest element that the index reaches; None if an index is a truth value, a slice that
     contains a range, or a tensor or range with dimensions.
     """
-    indices = list(index) if issubclass(type(index), tuple) else [index]
+    indices = list(index) if isinstance(index, tuple) else [index]
     if any(type(i) is list and any(isinstance(x, Range) for x in i) for i in indices):
         raise GiveUp("a list of numbers as an index")  # torch's meaning of such a list changes with its version
-    if is_tensor(values) and not any(isinstance(i, Range) for i in indices):
+    if isinstance(values, Tensor) and not any(isinstance(i, Range) for i in indices):
         return values[index]
     if all(i is None or i is Ellipsis for i in indices):
         return unsqueezed(values, indices)
@@ -36,7 +36,7 @@ def getitem(values: Any, index: Any) -> Any:
     values, indices = _numbers_first(values, indices)
     if 0 in values.shape:
         raise GiveUp("an index of an empty tensor")
-    if is_tensor(values) and len(indices) < values.ndim:
+    if isinstance(values, Tensor) and len(indices) < values.ndim:
         return _Rows(values, tuple(indices))
     return _elements(values, indices) if indices else values
 
@@ -59,7 +59,7 @@ def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
-    if is_tensor(values):
+    if isinstance(values, Tensor):
         return arrange(values)
     ends = [arrange(end) for end in expanded_ends(values)]
     return Range(ends[0], ends[-1], values.dtype, values.limit)
@@ -131,7 +131,7 @@ class _Rows(Range):
 
 @rule("take")
 def take(a: Any, index: Any) -> Any:
-    return getitem(a.reshape(-1), index) if is_tensor(a) else None
+    return getitem(a.reshape(-1), index) if isinstance(a, Tensor) else None
 
 
 def unsqueezed(a: Range, index: list[Any]) -> Range:
@@ -176,7 +176,7 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 
 @rule("bucketize")
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
-    if not (isinstance(a, Range) and a.ndim == 0 and is_tensor(boundaries) and boundaries.ndim == 1):
+    if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
         return None
     if a.dtype != boundaries.dtype or a.dtype == torch.bool or not len(boundaries):
         return None

@@ -19,7 +19,7 @@ from flexmasks.ranges.context import (
     evaluations_of_mixed_dtypes,
     reads_values,
 )
-from flexmasks.ranges.value import BLOCK_DIMS, Range, check_size, is_tensor
+from flexmasks.ranges.value import BLOCK_DIMS, Range, check_size
 
 PYTHON_NUMBERS = (bool, int, float)
 
@@ -32,7 +32,7 @@ def as_range(value: Any) -> Range:
         return value
     if isinstance(value, PYTHON_NUMBERS):
         return _range_of_number(value)
-    if is_tensor(value):
+    if isinstance(value, Tensor):
         lo, hi, limit = captured_bounds(value)
         if value.ndim:
             check_size(value.shape)
@@ -110,7 +110,7 @@ def common_dtype(*operands: Any) -> torch.dtype:
     floats, integers = {d for d in dtypes if d.is_floating_point}, {d for d in dtypes if is_integer(d)}
     if floats:
         return _narrowest(floats)
-    if any(issubclass(type(x), float) for x in operands):
+    if any(isinstance(x, float) for x in operands):
         return torch.get_default_dtype()
     if integers:
         return _narrowest(integers)

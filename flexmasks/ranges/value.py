@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.ranges.context import (
     INF,
-    Evaluation,
     GiveUp,
     Refused,
     current_evaluation,
@@ -135,9 +132,9 @@ class Range:
     def __class__(self) -> Any:
         """The type; inside an evaluation reading it counts as a question for the type.
 
-        Python and torch read this attribute when they check `isinstance(q, torch.Tensor)` and the type itself is no
-        tensor. An answer that only pretends would let torch read the memory of a tensor that does not exist. So
-        `evaluate` shows the function real tensors instead.
+        Python and torch read this attribute when they check `isinstance(q, torch.Tensor)`. An answer that only pretends
+        would let torch read the memory of a tensor that does not exist, and "no" would be wrong of the elements. So
+        the evaluation ends.
         """
         evaluation = current_evaluation.get()
         if evaluation is None or evaluation.rule_depth:
@@ -258,54 +255,6 @@ for _name in (*_OPERATORS.split(), *_IN_PLACE):
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-class _Tensor:
-    """Part of the class of a range that is a tensor, too.
-
-    The tensor has the shape, dtype and device that the function sees, and no data. torch's operations on it go to the
-    rules. An operation that gets past the dispatch to rules finds no data and gives up.
-    """
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return Tensor
-
-    @property
-    def ndim(self) -> Any:  # in place of that of torch.Tensor
-        return self.__dict__["ndim"]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise GiveUp(f"{func} of an index")
-
-
-@functools.cache
-def _tensor_class(kind: type) -> Any:
-    return types.new_class(kind.__name__, (_Tensor, kind, Tensor))
-
-
-def shown(result: Any, evaluation: Evaluation) -> Any:
-    """A result as the function sees it, with ranges that are tensors. A range whose dtype may be another one in torch
-    stays as it is, and gives up at a question for its type.
-    """
-    kind: Any = type(result)
-    if issubclass(kind, tuple | list):
-        return kind([shown(x, evaluation) for x in result])
-    if not issubclass(kind, Range) or issubclass(kind, Tensor):
-        return result
-    dtype = result.known_dtype
-    if evaluation.mixed_dtypes and dtype != torch.bool:
-        return result
-    tensor = compat.make_wrapper_subclass(_tensor_class(kind), result.shape, dtype=dtype, device=evaluation.device)
-    tensor.__dict__.update(result.__dict__)
-    return tensor
-
-
-def is_tensor(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor with data: isinstance would take a range that is shown as a tensor for one."""
-    kind = type(value)
-    return issubclass(kind, Tensor) and not issubclass(kind, Range)
-
-
 def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
     """torch.broadcast_shapes, which takes longer than an operation on small tensors, only where shapes differ."""
     return tuple(a.shape) if a.shape == b.shape else tuple(torch.broadcast_shapes(a.shape, b.shape))
@@ -324,8 +273,6 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
-    if name in ("get", "set", "delete"):  # an attribute of a range that is a tensor, too
-        raise GiveUp("an attribute of an index")
     # All other names of the same tensor would have to change, too.
     if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:
         raise GiveUp(f"{name} changes a tensor in place")
@@ -345,7 +292,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         result = _result_of(func, name, args, kwargs)
         if type(result) is Range:  # rows of a table are looked up later
             evaluation.computed += _START + result.lo.numel() + (0 if result.exact else result.hi.numel())
-        return shown(result, evaluation) if evaluation.shows_tensors and evaluation.rule_depth == 1 else result
+        return result
     finally:
         evaluation.rule_depth -= 1
 
@@ -362,7 +309,7 @@ def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
                     raise
                 result = None
             if result is not None:
-                if issubclass(type(result), Range) and compat.is_compiling() and not compat.is_exporting():
+                if isinstance(result, Range) and compat.is_compiling() and not compat.is_exporting():
                     _store(name, result)
                 return result
         evaluation = current_evaluation.get()
