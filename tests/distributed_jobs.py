@@ -671,26 +671,33 @@ def different(what: str) -> None:
     """Make a call that differs on the last process."""
     mesh, is_last = mesh_of(), dist.get_rank() == dist.get_world_size() - 1
     heads = 2 if is_last and what == "heads" else 4
-    q, k, v = torch.randn(3, 1, heads, 16, 8).unbind()
+    length = 256 if what.startswith("keys") else 16
+    q, k, v = torch.randn(3, 1, heads, length, 8).unbind()
     mask = "full" if is_last and what == "mask" else "causal"
     call: dict[str, Any] = {"mask": mask}
     if what == "window":
         call = {"mask": "sliding_window", "window": 5 if is_last else 4}
-    if what == "function":
-        call = {"mask": (lambda b, h, q, kv: q > kv) if is_last else (lambda b, h, q, kv: q >= kv)}
-    if what == "constant":
-        call = {"mask": (lambda b, h, q, kv: q - kv < 4) if is_last else (lambda b, h, q, kv: q - kv < 5)}
-    if what == "variable":
-        window = 4 if is_last else 5
-        call = {"mask": lambda b, h, q, kv: q - kv < window}
-    if what == "default":
-        call = {"score": lambda score, b, h, q, kv, factor=2.0 + is_last: score * factor}
-    if what == "list":
-        call = {"mask": "document", "document_ids": [0] * 31 + [int(is_last)]}
+    if what == "score":
+        call = {"score": "softcap", "cap": 2.0 + is_last}
+    if what.startswith("keys"):
+        call = {"how": "auto" if "auto" in what else "seen"}
+        ids = torch.arange(512) // (300 if is_last else 200)
+        if "list" in what:
+            call |= {"mask": "document", "document_ids": ids.tolist()}
+        elif "tensor" in what:
+            call |= {"mask": "document", "document_ids": ids}
+        elif "error" in what:
+            table = torch.zeros(256 if is_last else 512)
+            call |= {"mask": lambda b, h, q, kv: (q >= kv) & (table[q] == 0)}
+        else:
+            window = 20 if is_last else 200
+            call |= {"mask": lambda b, h, q, kv: (q >= kv) & (q - kv < window)}
+        if "auto" in what:
+            q, k, v = q[:, :3], k[:, :3], v[:, :3]  # three heads cannot go to two processes
     if what == "lse":
         call = {"return_lse": is_last, "how": "heads"}
     if what == "ids":
-        call = {"mask": "document", "document_ids": torch.arange(32) // (5 if is_last else 4)}
+        call = {"mask": "document", "document_ids": (torch.arange(32) // 5)[: None if is_last else 31]}
     if what == "error":
         call = {"mask": "sliding_window"} if is_last else {"mask": "causal"}
     if what == "dtypes":

@@ -191,21 +191,23 @@ def test_two_gpus() -> None:
         ("heads", "has another `q, k, v` than this process"),
         ("mask", "has another `mask` than this process"),
         ("window", "has another `mask` than this process"),
-        ("function", "has another `mask` than this process"),
         ("ids", "has another `mask` than this process"),
-        ("constant", "has another `mask` than this process"),
-        ("variable", "has another `mask` than this process"),
-        ("default", "has another `score` than this process"),
-        ("list", "has another `mask` than this process"),
+        ("score", "has another `score` than this process"),
+        ("keys by a function", "has another `mask` than this process: <lambda>, by which they exchange"),
+        ("keys by a list", "has another `mask` than this process"),
+        ("keys by a tensor", "has another `mask` than this process"),
+        ("keys, auto", "has another `mask` than this process"),
         ("lse", "has another `return_lse` than this process"),
         ("gradient", "has another `q, k, v` than this process"),
         ("error", "rank 1 of the mesh has raised an error in this call"),
+        ("keys, error", "rank 1 of the mesh has raised an error in this call"),
     ],
 )
 def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: str) -> None:
     results = two.try_run(jobs.different, what)
     assert message in results[0][1]
-    assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
+    own = {"error": "needs `window`", "keys, error": "256 elements"}.get(what, message)
+    assert own in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import zlib
 from collections.abc import Hashable, Sequence
-from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
 import torch
@@ -60,8 +56,6 @@ _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH, _NEARLY_EVEN = 0.5, 1.15
 _WANTED: Part[tuple[Parts, ...]] = Part(PLANS, "seen")  # the keys that processes want
 _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
-_HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
-_ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
 
 
 # fmt: off
@@ -129,11 +123,11 @@ def attention(
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other;
             parts that are all as long as those of an order that `balance` or `shard` made for these processes, and
             that is still held, are refused without it; one part is enough where processes do not compare.
-        check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
-            Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
-            beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
-            process may hang or give wrong results; there, parts without an `order` must have equal lengths, and each
-            `order` compiles anew.
+        check: whether processes compare their calls before they exchange anything, by small messages between the hosts:
+            shapes, and the reprs of all arguments. Other values of tensors and other code of functions go unnoticed,
+            unless processes would exchange other keys; then each computes with its own mask. Without this, and inside
+            torch.compile, a different call of some process may hang or give wrong results; there, parts without an
+            `order` must have equal lengths, and each `order` compiles anew.
 
     Returns:
         The output [B, H, S of the part, Dv], or (output, lse [B, H, S of the part]); DTensors sharded as q is, if q is
@@ -180,19 +174,18 @@ def attention(
         advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
     except (ValueError, TypeError) as error:
         problem = error
-    lengths: list[int] = []
+    compared = _Compared([], True, False)
     if check and not compat.is_compiling():
         checked = None if problem else call
-        lengths, is_forgotten = _compared(q_part, k_part, v_part, mesh, checked, options, bool(advice))
-        advice = advice if is_forgotten else ""
+        compared = _compare(q_part, k_part, v_part, mesh, checked, options, bool(advice))
     if problem is not None:
         raise problem
-    if advice:
+    if advice and compared.are_forgotten:
         _fail(advice)
-    lengths = lengths or [q_part.shape[2]] * mesh.size()
+    lengths = compared.lengths or [q_part.shape[2]] * mesh.size()
     parts = following(lengths) if order is None else compat.constants(order.parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
-        out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options)
+        out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options, compared.may_want_others)
     if like is not None:
         out = as_sharded(out, like, (*q.shape[:3], v.shape[3]))
         lse = None if lse is None else as_sharded(lse, like, q.shape[:3])
@@ -252,65 +245,38 @@ def _check(call: _Call, q: Tensor, k: Tensor) -> None:
         _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {describe(sinks)}.")
 
 
-def _compared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    call: _Call | None,
-    options: dict[str, Any],
-    may_be_forgotten: bool,
-) -> tuple[list[int], bool]:
-    """Return the lengths of all parts, and whether all may have forgotten an order.
+class _Compared(NamedTuple):
+    """What the calls of all processes say."""
 
-    Without `call` this process has failed.
+    lengths: list[int]  # of their parts
+    are_forgotten: bool  # whether all may have forgotten an order
+    may_want_others: bool  # whether a mask reads what processes did not compare, and decides what they exchange
+
+
+def _compare(
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, call: _Call | None, options: dict[str, Any], is_forgotten: bool
+) -> _Compared:
+    """Compare shapes and reprs of what processes call with; without `call` this process has failed.
 
     Raises ValueError unless all processes make the same call.
     """
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
     arguments: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
+    may_want_others = False
     if call is not None:
         learns = torch.is_grad_enabled()
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
         arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
+        may_want_others = call.how in ("auto", "seen") and call.mask is not None and not _says_all(call.mask)
     texts = {name: repr(value) for name, value in arguments.items()}
-    numbers = [*map(_number, arguments.values())]
-    states = compare("attention", mesh, 2 * own + may_be_forgotten, texts, call is None, numbers)
-    return [state >> 1 for state in states], all(state & 1 for state in states)
+    states = compare("attention", mesh, 4 * own + 2 * may_want_others + is_forgotten, texts, call is None)
+    return _Compared([s >> 2 for s in states], all(s & 1 for s in states), any(s & 2 for s in states))
 
 
-def _number(value: Any) -> int:
-    """A hash that all processes compute alike, without the contents of large tensors and of those on GPUs."""
-    number = zlib.crc32(repr(value).encode())
-    if isinstance(value, Modifier):
-        for inner in value.inside():
-            tuples = [x for x in inner.params.values() if isinstance(x, tuple)]
-            lists = [x for x in tuples if not any(isinstance(y, Modifier) for y in x)]
-            number = zlib.crc32(repr(lists).encode(), number)
-            function = inner.definition.function
-            if isinstance(function, FunctionType) and not inner.definition.by_library:
-                number = zlib.crc32(repr((_of_code(function.__code__), _read(function))).encode(), number)
-        for tensor in value.tensors():
-            is_small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _HASHED
-            if is_small and not isinstance(tensor, compat.FakeTensor):
-                copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # `numpy` makes storage rigid
-                number = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().tobytes(), number)
-    return number
-
-
-def _of_code(code: CodeType) -> tuple[Any, ...]:
-    constants = [_of_code(x) if isinstance(x, CodeType) else x for x in code.co_consts]
-    return code.co_code, code.co_names, [x for x in constants if isinstance(x, _ALIKE)]
-
-
-def _read(function: FunctionType) -> list[tuple[str, Any]]:
-    """The numbers that a function reads from its defaults and from variables outside of it."""
-    read = [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
-    with contextlib.suppress(ValueError):  # a variable has no value
-        variables = inspect.getclosurevars(function)
-        read += sorted(variables.globals.items()) + sorted(variables.nonlocals.items())
-    return [(name, x) for name, x in read if isinstance(x, bool | int | float)]
+def _says_all(mask: Mask) -> bool:
+    """Whether the repr of a mask says all that it reads."""
+    return mask.is_by_library() and not mask.holds_lists() and not mask.tensors()
 
 
 # --- places ---
@@ -354,7 +320,9 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
 # --- the call ---
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any], may_want_others: bool
+) -> tuple[Tensor, Tensor | None]:
     dtypes = [x.dtype for x in (q, k, v)]
     if len(set(dtypes)) > 1:
         _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
@@ -362,7 +330,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) 
     last = submesh(mesh, len(mesh.shape) - 1)
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
     rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
-    way, wanted = _way(q, k, v, call)
+    way, wanted = _compared_way(q, k, v, call) if may_want_others else _way(q, k, v, call)
     lengths = [size_of(part) for part in rows[row]]
     own: Parts = parts[rank_in(mesh)]
     if way == "heads":
@@ -388,6 +356,21 @@ def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) 
         out = sequence_for_heads(out, last, lengths)
         lse = [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
     return out, lse[0] if lse else None
+
+
+def _compared_way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
+    """Return `_way`; raise ValueError if it fails on some process, or if processes would wait for different tensors."""
+    problem: Exception | None = None
+    found: tuple[str, tuple[Parts, ...]] = "", ()
+    try:
+        found = _way(q, k, v, call)
+    except Exception as error:  # of the mask's function, too
+        problem = error
+    text = f"{call.mask!r}, by which they exchange {found}"
+    compare("attention", call.mesh, 0, {"mask": text}, problem is not None)
+    if problem is not None:
+        raise problem
+    return found
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:

@@ -48,20 +48,17 @@ def exchanging(what: str) -> Iterator[None]:
 # --- calls ---
 
 
-def compare(
-    call: str, mesh: DeviceMesh, state: int, texts: Mapping[str, str], failed: bool, numbers: Sequence[int] = ()
-) -> list[int]:
+def compare(call: str, mesh: DeviceMesh, state: int, texts: Mapping[str, str], failed: bool) -> list[int]:
     """The states of all processes, if all make the same call.
 
     call: its name, for errors.
     state: a number of this process that may differ, such as that of its tokens.
     texts: the arguments of the call by their names.
     failed: whether this process has found an error, which it will raise. The others then raise an error, too.
-    numbers: by which processes notice that an argument differs; by default checksums of the texts.
 
     Raises ValueError if the calls differ.
     """
-    numbers = numbers or [zlib.crc32(text.encode()) for text in texts.values()]
+    numbers = [zlib.crc32(text.encode()) for text in texts.values()]
     own = torch.tensor([state, int(failed), *numbers], device="cpu")
     with exchanging("their calls"):
         every = own[None]
