@@ -48,15 +48,11 @@ if TYPE_CHECKING:
     SingleLevelFunction: Any
     StopRecomputation: Any
     TorchDispatchMode: Any
-    after_autograd_keys: Any
     all_to_all_single: Callable[[Tensor, list[int], list[int], Any], Tensor]
-    below_autograd: Any
-    forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]]
     fused_sdp_choice: Callable[..., int]
     inductor_config: Any
     in_dispatch_mode: Callable[[], int]
     is_wrapped: Callable[[Any], bool]
-    single_level_autograd: Any
     cute_unary: Any
     copy_all: Callable[[list[Tensor], list[Tensor]], None]
     decompositions: Callable[[], Any]
@@ -147,7 +143,6 @@ _CUTE = "torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides
 _MODES = "torch.utils._python_dispatch"
 _NO_LOOK = "a look at functions of yours"
 _NO_MODES = "calls inside a TorchDispatchMode"
-_NO_SOFTMAX = "gradients of the fused softmax inside torch.func and torch.compile"
 _NO_TRANSFORMS = "calls inside transforms of torch.func"
 
 # Each name, where it is in torch (a module and the name in it, or a module alone), and what takes its place in a torch
@@ -165,17 +160,10 @@ NAMES: dict[str, tuple[str, Any]] = {
     # Wrappers that these transforms put around tensors; without the name such tensors look like others.
     "is_wrapped": ("torch._C._functorch:is_functorch_wrapped_tensor", lambda x: False),
     "unwrapped": ("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS),
-    # These call an operator below autograd from its own autograd formula. torch.library.register_autograd is public,
-    # but its formulas have no forward derivatives.
-    "below_autograd": ("torch._C:_AutoDispatchBelowAutograd", _NO_SOFTMAX),
-    "after_autograd_keys": ("torch._C:_after_autograd_keyset", _NO_SOFTMAX),
-    "single_level_autograd": (
-        "torch._functorch.utils:enable_single_level_autograd_function", contextlib.nullcontext,
-    ),
     # A Function of one level of transforms; a public one, with several, is slower.
     "SingleLevelFunction": ("torch.autograd.function:_SingleLevelFunction", torch.autograd.Function),
     # Switch for forward derivatives in this thread, a context manager.
-    "forward_derivatives": ("torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX),
+    "forward_derivatives": ("torch.autograd.forward_ad:_set_fwd_grad_enabled", None),
     # --- tensors, modes of this thread ---
     # Count of in-place changes, by which caches notice a change; without it each tensor counts as changed.
     "version": ("torch:Tensor._version.__get__", new_version),
@@ -439,7 +427,7 @@ def in_function_without_gradients() -> bool:
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     switch = named("forward_derivatives")
-    if isinstance(switch, _Missing):
+    if switch is None:
         return True
     asked = switch(False)
     with asked:

@@ -1,11 +1,14 @@
 """The fused masked softmax: `masked_softmax` of any mask, `scaled_masked_softmax` in the form of Megatron-LM.
 
 Both call one operator, torch.ops.flexmasks.masked_softmax (flexmasks.kernels.softmax_operator), which torch.compile,
-torch.export and autograd know.
+torch.export and autograd know. Under transforms of torch.func, in forward mode and in exports to ONNX they are
+operations of torch.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,14 +17,18 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends import plain
+from flexmasks.kernels.softmax_operator import has_transforms
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
-from flexmasks.plans.rows import Rows, rows_of
+from flexmasks.kernels.softmax_plain import hidden_places, softmax
+from flexmasks.plans.rows import rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.spec.aliases import has_derivatives
 from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import as_number, can_be_read, listed
+
+_LARGE = 1 << 28  # scores, of which the formula makes several copies in float32
+_log = logging.getLogger("flexmasks")
 
 
 @says_what_to_write()
@@ -60,7 +67,9 @@ def masked_softmax(
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
 
-    It is differentiable in x: all of torch's transforms know it, in derivatives of any order, forward and reverse.
+    It is differentiable in x, in derivatives of any order, forward and reverse, and under all transforms of torch.func.
+    Forward mode, these transforms, and gradients of gradients take operations of torch in place of the kernel, which
+    need several times the memory of x.
     Where values cannot be read (inside torch.compile, torch.export and make_fx, of fake and meta tensors, under
     torch.vmap over tensors of the mask) a mask that is no tensor becomes a boolean tensor, with only the dimensions on
     which it depends. torch.onnx.export(dynamo=True) gets plain operations. Visible places at which the softmax
@@ -86,10 +95,11 @@ def masked_softmax(
             raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
-        return _watched(_softmax(x, Rows(seen=mask), scale), mask)
+        return _watched(_softmax(x, None, None, mask, True, scale), mask)
     shape = x.shape
     x, q_offset = x.reshape(_with_heads(shape)), listed(q_offset, x.device)
-    return _watched(_softmax(x, rows_of(mask, params, x, q_offset), scale).view(shape), mask, params, q_offset)
+    rows = rows_of(mask, params, x, q_offset)
+    return _watched(_softmax(x, *rows, True, scale).view(shape), mask, params, q_offset)
 
 
 def _with_heads(shape: torch.Size) -> tuple[int, ...]:
@@ -99,10 +109,24 @@ def _with_heads(shape: torch.Size) -> tuple[int, ...]:
     return math.prod(batch), heads, q_len, kv_len
 
 
-def _softmax(x: Tensor, rows: Rows, scale: float) -> Tensor:
-    if compat.in_onnx_export():
-        return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
-    return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
+def _softmax(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """Call the operator, whose arguments these are, or the formula where the operator has no derivatives."""
+    if not (has_transforms() or compat.in_onnx_export()):
+        return softmax_operator(x, bounds, bits, mask, visible, torch.sym_float(scale))
+    if not compat.is_compiling() and compat.statically_known_true(x.numel() > _LARGE):
+        _warn_of_formula()
+    columns = torch.arange(x.shape[-1], device=x.device)
+    return softmax(x, hidden_places(columns, None if mask is not None else bounds, bits, mask, visible), scale)
+
+
+@functools.cache
+def _warn_of_formula() -> None:
+    _log.warning(
+        "flexmasks: under transforms of torch.func, in forward mode and in exports to ONNX a softmax is computed by "
+        "operations of torch, which take several times the memory of the scores."
+    )
 
 
 def _watched(out: Tensor, mask: Any, params: Any = None, q_offset: Any = None) -> Tensor:
@@ -161,6 +185,4 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
     check_scores("flexmasks.scaled_masked_softmax", x, factor)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
     hidden = mask != 0 if mask.is_floating_point() else mask
-    if compat.in_onnx_export():
-        return plain.softmax(x, hidden.bool(), factor)
-    return _watched(softmax_operator(x, None, None, hidden, False, torch.sym_float(factor)), mask)
+    return _watched(_softmax(x, None, None, hidden, False, factor), mask)

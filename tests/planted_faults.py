@@ -27,7 +27,6 @@ _SINKS = ("tests/test_sinks.py::test_kernels_by_the_interpreter",)
 _WHOLE_MASK = ("tests/test_whole_mask.py::test_by_the_interpreter",)
 _COMPILED = ("tests/test_inside_compile.py",)
 _SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
-_EXPORTED = ("tests/test_export.py",)
 _DISTRIBUTED = ("tests/test_distributed.py",)
 _EXCHANGED = ("tests/test_distributed_exchange.py", "tests/test_distributed.py")
 _HELD = ("tests/test_plan_held.py",)
@@ -347,7 +346,6 @@ FAULTS: list[Fault] = [
         ("tests/test_scores.py::test_hidden_pairs_teach_nothing",),
     ),
     Fault("backends/empty.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
-    Fault("backends/plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)", _EXPORTED),
     Fault(
         "backends/tiles.py",
         ".sum(-1, keepdim=True) - grad_lse[..., None]",
@@ -506,17 +504,19 @@ FAULTS: list[Fault] = [
     ),
     Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
     # --- the masked softmax ---
-    Fault("kernels/softmax_plain.py", "scale * y * (dy - row_dot(y, dy))", "y * (dy - row_dot(y, dy))"),
+    Fault("kernels/softmax_plain.py", "slopes = scale * weights * (slopes", "slopes = weights * (slopes"),
+    Fault("kernels/softmax_plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)"),
     Fault("kernels/softmax_plain.py", "(columns >= bounds[..., 1:])", "(columns > bounds[..., 1:])"),
     Fault(
         "kernels/softmax_plain.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
     ),
-    Fault("kernels/softmax_plain.py", "t.to(wide).masked_fill(hidden, 0) for t", "t.to(wide) for t"),
-    Fault("kernels/softmax_operator.py", " or (n == 1 and len(args) == 4)", "", _SOFTMAX_IN_TRANSFORMS),
-    Fault("kernels/softmax_operator.py", "- dy * row_dot(d, y))", "+ dy * row_dot(d, y))", _SOFTMAX_IN_TRANSFORMS),
-    Fault("kernels/softmax_operator.py", "- y * row_dot(d_y, dy))", "- y * row_dot(dy, y))", _SOFTMAX_IN_TRANSFORMS),
+    Fault("kernels/softmax_plain.py", "dy.to(weights.dtype).masked_fill(hidden, 0)", "dy.to(weights.dtype)"),
+    Fault(
+        "kernels/softmax_operator.py", "active() or compat.in_forward_derivative()", "active()", _SOFTMAX_IN_TRANSFORMS
+    ),
+    Fault("kernels/softmax_operator.py", "if torch.is_grad_enabled() or", "if", _SOFTMAX_IN_TRANSFORMS),
     Fault("plans/softmax_checks.py", "mask.ndim > x.ndim or not all", "not all"),
     # --- Hugging Face transformers ---
     Fault(

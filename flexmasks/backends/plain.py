@@ -1,4 +1,4 @@
-"""Attention and the masked softmax in plain operations, which ONNX has."""
+"""Attention in plain operations, which ONNX has."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.blocks.elements import over_indices
-
-
-def softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Return softmax(x * scale) over visible columns, and 0 elsewhere.
-
-    hidden: booleans that broadcast to x, True = hidden, or None.
-    """
-    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    if hidden is None:
-        return scores.softmax(-1).to(x.dtype)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    return weights.masked_fill(hidden, 0.0).to(x.dtype)  # the weights of a row that sees nothing are NaN
+from flexmasks.kernels.softmax_plain import softmax
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""The operator torch.ops.flexmasks.masked_softmax, its backward operator, and their derivatives.
+"""The operator torch.ops.flexmasks.masked_softmax, its gradient, and the operator of that.
 
 masked_softmax(x, bounds, bits, mask, visible, scale) is softmax(x * scale) over the visible columns of x [..., K], and
 0 at the hidden columns. A column is visible where none of the three tensors hides it. Each tensor may be None, and
@@ -11,23 +11,21 @@ mask: boolean or integer [..., K or 1]; if `visible`, places where it is not 0 a
 
 masked_softmax_backward(dy, y, bounds, scale) is the gradient of x.
 
-Triton kernels run both operators on a GPU in float16, bfloat16 and float32; plain torch runs them elsewhere.
+Triton kernels run both operators on a GPU in float16, bfloat16 and float32; plain torch runs them elsewhere. The
+operators know neither transforms of torch.func nor forward mode: flexmasks.softmax does not call them there.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmasks import compat
 from flexmasks.kernels import softmax_plain
 from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on
-from flexmasks.kernels.operators import define, library
-from flexmasks.kernels.softmax_plain import over_visible, row_dot
+from flexmasks.kernels.operators import NAMESPACE, define, library
 
 
 def masked_softmax(
@@ -37,14 +35,20 @@ def masked_softmax(
     if not is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _function(Softmax).apply(None, x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     return _forward(x, bounds, bits, mask, visible, scale)
 
 
 def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    if is_plain(y, dy) and not torch.is_grad_enabled():
-        return _backward(dy, y, bounds, scale)
-    return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() or has_transforms():
+        return softmax_plain.gradient(dy, y, scale)  # operations that have derivatives
+    return _backward(dy, y, bounds, scale) if is_plain(y, dy) else _backward_op(dy, y, bounds, scale)
+
+
+@compat.constant_in_graphs
+def has_transforms() -> bool:
+    """Whether derivatives or batches are asked for that the operators do not know."""
+    return compat.transforms_active() or compat.in_forward_derivative()
 
 
 # --- the computation ---
@@ -74,9 +78,15 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _run(*args: Any) -> Tensor:
+    if compat.in_forward_derivative():  # torch would take the result for a constant
+        raise RuntimeError("flexmasks: this operator has no forward derivatives; call flexmasks.masked_softmax itself.")
+    return _forward(*args)
+
+
 _forward_op = define(
     "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
-    _forward,
+    _run,
     _fake,
 )
 _backward_op = define(
@@ -86,119 +96,27 @@ _backward_op = define(
 )
 
 
-# --- derivatives ---
-#
-# torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
-# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. So each
-# operator calls a Function for one transform after the other.
+# --- the gradient ---
 
 
-@functools.cache
-def _function(derivatives: Any) -> Any:
-    """A Function of derivatives, made at its first use."""
-    return type(derivatives.__name__, (derivatives, compat.SingleLevelFunction), {})
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bounds, *_, ctx.scale = inputs
+    ctx.save_for_backward(output, bounds)
 
 
-def _below_autograd(op: Any, keyset: Any, *args: Any) -> Tensor:
-    """Run an operator of which a Function has the derivatives.
-
-    torch turns forward mode off inside a Function. It is turned on again: otherwise the outer ones of nested transforms
-    would treat the results as constants.
-    """
-    with compat.below_autograd(), torch.enable_grad(), compat.forward_derivatives(True):
-        return op.redispatch(compat.after_autograd_keys & keyset, *args)  # type: ignore[no-any-return]
-
-
-class Softmax:
-    """The softmax and its derivatives; `keyset` is None where no transform is active."""
+class _Softmax(torch.autograd.Function):
+    """The softmax outside of torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
-        _, bounds, *_, ctx.scale = args
-        if keyset is None:
-            y = _forward(*args)
-        else:
-            y = _below_autograd(_forward_op, keyset, *args)
-            ctx.save_for_forward(y, bounds)
-        ctx.save_for_backward(y, bounds)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        y = _forward(*args)
+        _save(ctx, args, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, bounds = ctx.saved_tensors
-        return None, _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, dx: Tensor, *__: None) -> Tensor:
-        y, bounds = ctx.saved_tensors
-        with compat.forward_derivatives(True):
-            return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
+        return _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
 
 
-class SoftmaxGradient:
-    """The backward operator and its derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-        dx = _below_autograd(_backward_op, keyset, dy, y, bounds, scale)
-        ctx.save_for_backward(dy, y, bounds)
-        ctx.save_for_forward(dy, y, bounds)
-        ctx.scale = scale
-        return dx
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        dy, y, bounds = ctx.saved_tensors
-        d_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[2]:
-            return None, d_dy, None, None, None
-        d_y = over_visible(lambda y, d, dy: ctx.scale * (d * (dy - row_dot(y, dy)) - dy * row_dot(d, y)), y, d, dy)
-        return None, d_dy, d_y, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, d_dy: Tensor | None, d_y: Tensor | None, *__: None) -> Tensor:
-        dy, y, bounds = ctx.saved_tensors
-        with compat.forward_derivatives(True):
-            dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # level 0 is the only one
-            d_dx = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
-            if d_y is None:
-                return d_dx
-            return d_dx + over_visible(
-                lambda y, d_y, dy: ctx.scale * (d_y * (dy - row_dot(y, dy)) - y * row_dot(d_y, dy)), y, d_y, dy
-            )
-
-
-# --- registration ---
-
-
-def _register(op: Any, derivatives: Any) -> None:
-    def autograd(keyset: Any, *args: Any) -> Any:
-        with compat.single_level_autograd():
-            return _function(derivatives).apply(keyset, *args)
-
-    def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return op(*_batched(info.batch_size, in_dims, args)), 0
-
-    name = op._schema.name
-    library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_vmap(name, vmapped, lib=library)
-
-
-def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """An operator's arguments under vmap, with the mapped dimension first. The tensors that must have the output's full
-    shape (x; dy and y) get one if they lack it.
-    """
-    ndim = args[0].ndim - (in_dims[0] is not None)
-    batched = []
-    for n, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
-        if dim is not None:
-            arg = arg.movedim(dim, 0)
-            arg = arg.reshape(size, *(1,) * (ndim + 1 - arg.ndim), *arg.shape[1:])
-        elif n == 0 or (n == 1 and len(args) == 4):  # x; dy and y
-            arg = arg.expand(size, *arg.shape)
-        batched.append(arg)
-    return batched
-
-
-_register(_forward_op, Softmax)
-_register(_backward_op, SoftmaxGradient)
+torch.library.register_autograd(f"{NAMESPACE}::masked_softmax", _Softmax.backward, setup_context=_save, lib=library)

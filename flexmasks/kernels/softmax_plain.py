@@ -24,13 +24,8 @@ def forward(
 
     def compute(part: tuple[slice, ...]) -> None:
         part_bounds, part_bits, part_mask = (None if t is None else _cut(t, part) for t in (bounds, bits, mask))
-        hidden = _hidden(columns, part_bounds, part_bits, part_mask, visible)
-        scores = _cut(x, part).to(_accumulator(x.dtype)) * scale
-        if hidden is None:
-            weights = scores.softmax(-1)
-        else:
-            weights = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
-        _cut(y, part).copy_(weights)
+        hidden = hidden_places(columns, part_bounds, part_bits, part_mask, visible)
+        _cut(y, part).copy_(softmax(_cut(x, part), hidden, scale))
 
     _for_parts(y, compute)
     return y
@@ -41,28 +36,36 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
 
     def compute(part: tuple[slice, ...]) -> None:
-        slopes = over_visible(lambda y, dy: scale * y * (dy - row_dot(y, dy)), _cut(y, part), _cut(dy, part))
-        _cut(dx, part).copy_(slopes)
+        _cut(dx, part).copy_(gradient(_cut(dy, part), _cut(y, part), scale))
 
     _for_parts(y, compute)
     return dx
 
 
-def over_visible(formula: Callable[..., Tensor], y: Tensor, *tensors: Tensor) -> Tensor:
-    """Compute a formula of the softmax y and tensors like it, in float32 or float64. Places where y is 0 are hidden:
-    there the formula reads 0 from the tensors, and the result is 0.
+def softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """softmax(x * scale) over visible columns, and 0 elsewhere, by operations that have derivatives.
+
+    hidden: booleans that broadcast to x, True = hidden, or None.
+    """
+    scores = x.to(_accumulator(x.dtype)) * scale
+    if hidden is None:
+        return scores.softmax(-1).to(x.dtype)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return weights.masked_fill(hidden, 0.0).to(x.dtype)  # the weights of a row that sees nothing are NaN
+
+
+def gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """The gradient of x by operations that have derivatives. Places where y is 0 are hidden: there dy is not read, and
+    the gradient is 0.
     """
     hidden = y == 0
-    wide = _accumulator(y.dtype)
-    values = formula(y.to(wide), *(t.to(wide).masked_fill(hidden, 0) for t in tensors))
-    return values.masked_fill(hidden, 0).to(y.dtype)
+    weights = y.to(_accumulator(y.dtype))
+    slopes = dy.to(weights.dtype).masked_fill(hidden, 0)
+    slopes = scale * weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
+    return slopes.masked_fill(hidden, 0).to(y.dtype)
 
 
-def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
-
-
-def _hidden(
+def hidden_places(
     columns: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool
 ) -> Tensor | None:
     """The hidden places, broadcasting to [..., K], or None where nothing is hidden."""
