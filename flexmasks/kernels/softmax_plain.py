@@ -71,7 +71,8 @@ def hidden_places(
     """The hidden places, broadcasting to [..., K], or None where nothing is hidden."""
     hidden = None
     if mask is not None:
-        hidden = (mask == 0) if visible else (mask != 0)
+        marked = mask if mask.dtype == torch.bool else mask != 0
+        hidden = ~marked if visible else marked
     if bits is not None:
         word, bit = columns // 32, (columns % 32).int()
         unset = (bits.index_select(-1, word) >> bit) & 1 == 0
