@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import flexmasks
 from flexmasks import calls, planned
-from flexmasks.spec.bands import band_of, cap_of
+from flexmasks.spec.bands import band_of, cap_of, factors_of
 from flexmasks.spec.code import attributes_read
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import flatten
@@ -248,6 +248,7 @@ def test_masks_as_defaults_and_from_prepare() -> None:
         ("prepare", ("width", 3), "`prepare` must return a dict of the function's arguments, got ('width', 3)"),
         ("inner_size", 8, "`inner_size` must return a flexmasks.spec.Size, got 8"),
         ("band", (3, 0), "`band` must return a flexmasks.spec.Band or None, got (3, 0)"),
+        ("factors", 2.0, "`factors` must return flexmasks.spec.Factors or None, got 2.0"),
         ("cap", "30", "`cap` must return a number above 0 or None, got '30'"),
         ("cap", True, "`cap` must return a number above 0 or None, got True"),
         ("cap", 0.0, "`cap` must return a number above 0 or None, got 0.0"),
@@ -257,11 +258,12 @@ def test_masks_as_defaults_and_from_prepare() -> None:
 def test_hooks_that_return_what_they_may_not(hook: str, returned: Any, message: str) -> None:
     name, size = f"wrong_{hook}", Size(1, 1, 8, 8, torch.device("cpu"))
     hooks: dict[str, Any] = {hook: lambda size, *, width: returned}
-    if hook == "cap":
+    if hook in ("cap", "factors"):
         flexmasks.register_score(name=name, **hooks)(lambda score, b, h, q, kv, *, width: score * width)
     else:
         flexmasks.register_mask(name=name, **hooks)(lambda b, h, q, kv, *, width: q - kv < width)
     call: dict[str, Callable[[], Any]] = {
+        "factors": lambda: factors_of(flexmasks.get_score(name, width=3), size),
         "cap": lambda: cap_of(flexmasks.get_score(name, width=3), size),
         "band": lambda: band_of(flexmasks.get_mask(name, width=3), size),
     }

@@ -38,8 +38,6 @@ from flexmasks import calls
 from flexmasks.backends import short, table
 from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, spans_of
 from flexmasks.plans import plan
-from flexmasks.plans.whole import line_of
-from flexmasks.spec.parameters import Size
 
 launch = pytest.importorskip("flexmasks.kernels.whole_mask_launch")
 
@@ -55,7 +53,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """The device of a test, which counts as a GPU."""
     monkeypatch.setattr(short, "_ON_GPU", ("cpu", "cuda"))
     monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
-    monkeypatch.setattr(plan, "_FACTORED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 1)
     flexmasks.clear_caches()
     yield request.param
@@ -125,22 +122,12 @@ def test_scores_that_add(case: Case, device: str) -> None:
 
 @pytest.mark.slow
 @on_devices
-@pytest.mark.parametrize(
-    ("offset", "is_absolute", "factor"),
-    in_short(2, [(0, False, None), (3, True, None), (40, False, -0.1), (40, True, 3e-5), (0, True, 1.0)]),
-)
-def test_lines_over_the_distance(
-    device: str, offset: int, is_absolute: bool, factor: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is a line over the distance is computed and not read, with a factor of each head and without."""
+@pytest.mark.parametrize(("offset", "is_absolute"), in_short(2, [(0, False), (3, True), (40, False), (40, True)]))
+def test_lines_over_the_distance(device: str, offset: int, is_absolute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distances of ALiBi are computed and not read, also where a tensor holds the slopes."""
     q_len, kv_len = 37, 70
     distances = torch.arange(kv_len) - torch.arange(q_len)[:, None] - offset
-    distances = distances.abs() if is_absolute else distances
-
-    def line(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        far = (kv - q).abs() if is_absolute else kv - q
-        return score + ((2.0 ** -(h + 1.0)) * far if factor is None else far * factor + 2)
-
+    distances = -distances.abs() if is_absolute else distances
     lines, kernels_of = [], launch.kernels_of
 
     def noted(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
@@ -149,32 +136,16 @@ def test_lines_over_the_distance(
         return kernels_of(q, k, v, mask)
 
     monkeypatch.setattr(launch, "kernels_of", noted)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)[:, None, None]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1])
     q, k, v = (torch.randn(2, 4, n, 16).to(device, FP16).requires_grad_() for n in (q_len, kv_len, kv_len))
-    got = results([q, k, v], mask="causal", score=line, q_offset=offset)
+    call: dict[str, Any] = {"mask": "causal", "score": "alibi", "slopes": slopes.to(device), "q_offset": offset}
     want = expected(
         [q, k, v],
         dense_of(Case("causal", {}, 2, 4, q_len, kv_len, offset)),
-        lambda scores: scores + (slopes * distances if factor is None else distances * factor + 2),
+        lambda scores: scores + slopes.double()[:, None, None] * distances,
     )
-    check(got, want, FP16)
-    assert len(lines) == 1
-    assert lines[0].is_absolute == is_absolute
-
-
-def test_what_is_no_line() -> None:
-    """Only numbers that a line gives back are one."""
-    size = Size(1, 1, 5, 7, torch.device("cpu"))
-    distance = (torch.arange(7) - torch.arange(5)[:, None]).float()[None, None]
-    assert line_of(3 * distance + 1, size, 0) == Line(3.0, 1.0, 0, False)
-    assert line_of(3 - distance.abs(), size, 0) == Line(-1.0, 3.0, 0, True)
-    bent = distance.clone()
-    bent[..., 4, 6] += 1e-5
-    key = torch.arange(7.0).expand(1, 1, 1, 7)
-    for numbers in (bent, distance**2, distance.abs() + distance, key, torch.full((1, 1, 5, 7), math.nan)):
-        assert line_of(numbers, size, 0) is None
-    assert line_of(distance.expand(1, 2, 5, 7), size, 0) is None
-    assert line_of(distance[..., :1], Size(1, 1, 5, 1, size.device), 0) is None
+    check(results([q, k, v], bidirectional=is_absolute, **call), want, FP16)
+    assert [line.is_absolute for line in lines] == [is_absolute]
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ from flexmasks.spec.values import Modifier, Spread
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
 _MAX_NOTED_SIZES = 384  # sizes that are noted for all values of numbers together
-_FACTORED_ON = ("cuda",)  # devices whose kernels take the factors of what a score change adds
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 
 
@@ -243,15 +242,12 @@ class Plan:
         name: str,
         form: Callable[..., _P],
         make: Callable[[Any, Offset, Size], Sequence[Tensor]],
-        factored: bool = False,
     ) -> _P:
         """The tensors of a form, cached or made; `_recorded` then has the recorded operations that made them, if any.
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
             kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
-        factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
-            first time.
         """
         size = unread(self.size, self.offset)
 
@@ -261,7 +257,7 @@ class Plan:
 
         def build() -> _P:
             self._check_values()
-            return form(*self._recorded_tensors(name, run, factored))
+            return form(*self._recorded_tensors(name, run))
 
         return self._cached(cache, build)
 
@@ -269,15 +265,10 @@ class Plan:
         """Check the values of tensors on a CPU, where reading them costs nothing."""
         raise NotImplementedError
 
-    def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]], factored: bool) -> list[Tensor]:
+    def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
         capturing, inputs = is_capturing(self.size.device), self.inputs
-        # A sum and its factors differ in their shapes, and a kernel is compiled for each.
-        records_first = factored and not capturing and self.size.device.type in _FACTORED_ON
         if self._kind_key is None:
-            alone = Kind("")
-            if records_first and not (inputs or self.opaque):
-                alone.record(lambda: Recorded(lambda: run(self.value, self.offset), [], factored=factored))
-            return run(self.value, self.offset) if alone.recorded is None else alone.recorded([])
+            return run(self.value, self.offset)
         kind_key = self._kind_of(name)
         kind = PROGRAMS.get(kind_key)
         is_first = kind is None
@@ -287,12 +278,12 @@ class Plan:
                 self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:
             kind.plans += 1
-        if not capturing and (records_first or not is_first):
+        if not capturing and not is_first:
 
             def run_with(*tensors: Tensor) -> list[Tensor]:
                 return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
-            self._record(kind, lambda: Recorded(run_with, inputs, factored=factored))
+            self._record(kind, lambda: Recorded(run_with, inputs))
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not capturing:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))

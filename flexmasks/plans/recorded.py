@@ -37,16 +37,14 @@ class Recorded:
     """Operations of a function from tensors to a list of tensors.
 
     inputs: tensors like those of all later calls, in shape, strides, dtype and device.
-    factored: the function returns one tensor [..., KV] in float32. Where it is a product of a tensor [..., 1] with one
-        that has fewer elements than the product, these two are the outputs: first [..., KV], then [..., 1].
     varies: for each output, whether it depends on an input.
 
     Raises what `trace` raises.
     """
 
-    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False) -> None:
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
         with _plain_tensors():
-            self._run = trace(function, inputs, factored)
+            self._run = trace(function, inputs)
         self.varies = self._run.varies
         self._in_graph: _Graph | None = None
         self._may_capture = True  # until it is tried

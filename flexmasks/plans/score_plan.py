@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
 from flexmasks.plans.shifted import Offset, shifted_score
 from flexmasks.plans.sizes import is_capturing, sized
-from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, line_of
+from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
 from flexmasks.spec.aliases import Aliases
-from flexmasks.spec.bands import cap_of
+from flexmasks.spec.bands import Factors, cap_of, factors_of
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Score
@@ -35,6 +35,13 @@ def is_bias(score: Score, size: Size) -> bool:
     bias = score.params.get("bias")
     is_known = score.definition.by_library and score.definition.name in _BIASES
     return is_known and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
+
+
+def _added(score: Score, offset: Offset, size: Size) -> Sequence[Tensor]:
+    factors = factors_of(score, size)
+    if factors is None:
+        return [added_of(score, offset, size)]
+    return multiplied(factors, offset, size)
 
 
 class ScorePlan(Plan):
@@ -63,9 +70,14 @@ class ScorePlan(Plan):
         return cap_of(self.score, unread(self.size, self.offset))
 
     @functools.cached_property
+    def factors(self) -> Factors | None:
+        """The slopes, if the score change adds them times the distance."""
+        return factors_of(self.score, unread(self.size, self.offset))
+
+    @functools.cached_property
     def added(self) -> Added:
         """The numbers that the score change adds; it must only add."""
-        return self._made(_ADDED, "added", Added, lambda *given: [added_of(*given)], factored=True)
+        return self._made(_ADDED, "added", Added, _added)
 
     def _check_values(self) -> None:
         if self.size.device.type == "cpu":
@@ -101,16 +113,10 @@ class ScorePlan(Plan):
         return Form(spread=self.spread)
 
     def line(self) -> Line | None:
-        """The line that the added numbers are over the distance, or None. Looking waits for the device.
-
-        What tensors hold makes no line, and in a CUDA graph none is looked for.
-        """
-        if not isinstance(self.offset, int) or is_capturing(self.size.device):
+        """The line that the added numbers are over the distance, or None."""
+        if self.factors is None or not isinstance(self.offset, int):
             return None
-        added, recorded = self.added, self._recorded.get("added")
-        if self.inputs and (recorded is None or recorded.varies[0]):
-            return None
-        return line_of(added.numbers, self.size, self.offset)
+        return Line(-1.0 if self.factors.is_absolute else 1.0, 0.0, self.offset, self.factors.is_absolute)
 
     def _build(self) -> Prepared:
         key = self.kernel_key, self.size, self.shapes

@@ -1,13 +1,13 @@
 """A function of tensors becomes a program: the operations that it does, without its work in Python.
 
 Operations are noted while they run on real tensors: torch's own tracing takes ten times as long. What depends on no
-input is computed once and kept, repeated operations are merged, and those that do nothing are left out.
+input is computed once and kept, and operations whose results nobody needs are left out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -27,8 +27,6 @@ class _Value:
 
     like: Tensor  # the value itself if it is kept, else a tensor like it without data
     varies: bool  # it depends on an input
-    made_by: _Operation | None = None
-    uses: int = 0
 
     @property
     def is_kept(self) -> bool:
@@ -49,25 +47,9 @@ class _Operation:
         given = [*self.args, *self.kwargs.values()]
         self.read = [x for arg in given for x in (arg if type(arg) is list else (arg,)) if type(x) is _Value]
 
-    @property
-    def is_view(self) -> bool:
-        return any(r.alias_info for r in self.function._schema.returns)
 
-    def replace(self, same: dict[_Value, _Value]) -> None:
-        def replaced(x: Any) -> Any:
-            if type(x) is list:
-                return [replaced(y) for y in x]
-            return same.get(x, x) if type(x) is _Value else x
-
-        self.args = [replaced(x) for x in self.args]
-        self.kwargs = {name: replaced(x) for name, x in self.kwargs.items()}
-        self.read = [same.get(x, x) for x in self.read]
-
-
-def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False) -> Program:
+def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Program:
     """Return the program of a function from tensors to a list of tensors; it holds for inputs of the same layouts.
-
-    factored: see `plans.recorded.Recorded`.
 
     Raises what the function raises, and RuntimeError where it reads a value that depends on an input.
     """
@@ -75,10 +57,7 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], facto
     with compat.keeping_environment(), tracer:  # a mode of torch's imports torch._dynamo
         results = torch.func.functionalize(function)(*inputs)
     outputs = [tracer.value_of(x) for x in results]
-    operations, outputs = _simplified(tracer.operations, outputs, keeps_results=not factored)
-    if factored:
-        operations, outputs = _with_factors(operations, outputs)
-    return Program(tracer.inputs, _needed(operations, outputs), outputs)
+    return Program(tracer.inputs, _needed(tracer.operations, outputs), outputs)
 
 
 class _Tracer(compat.TorchDispatchMode):
@@ -101,15 +80,15 @@ class _Tracer(compat.TorchDispatchMode):
         operation.gives_one = isinstance(out, Tensor)
         if isinstance(out, Tensor | tuple | list):  # else the host reads a constant
             results = [out] if isinstance(out, Tensor) else out
-            operation.results = [self._noted(x, varies, operation) for x in results]
+            operation.results = [self._noted(x, varies) for x in results]
             self.operations.append(operation)
         return out
 
-    def _noted(self, tensor: Tensor, varies: bool, made_by: _Operation | None = None) -> _Value:
+    def _noted(self, tensor: Tensor, varies: bool) -> _Value:
         like = tensor
         if varies or tensor.numel() > _MAX_KEPT_ELEMENTS:
             like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        value = self._values[tensor] = _Value(like, varies, made_by)
+        value = self._values[tensor] = _Value(like, varies)
         return value
 
     def _with_values(self, argument: Any) -> Any:
@@ -135,185 +114,13 @@ def _has_booleans(indices: Sequence[Tensor | None]) -> bool:
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-# --- fewer operations ---
-
-
 def _needed(operations: Sequence[_Operation], outputs: Sequence[_Value]) -> list[_Operation]:
-    """The operations that outputs need. Counts the uses of their values."""
-    for operation in operations:
-        for value in (*operation.read, *operation.results):
-            value.uses = 0
-    for value in outputs:
-        value.uses += 1
-    needed = []
+    used, needed = set(outputs), []
     for operation in reversed(operations):
-        if any(value.uses and not value.is_kept for value in operation.results):
+        if any(value in used and not value.is_kept for value in operation.results):
             needed.append(operation)
-            for value in operation.read:
-                value.uses += 1
+            used.update(operation.read)
     return needed[::-1]
-
-
-def _simplified(
-    operations: Sequence[_Operation], outputs: Sequence[_Value], keeps_results: bool
-) -> tuple[list[_Operation], list[_Value]]:
-    """Merge repeated operations, and leave out those that do nothing, or whose results are kept.
-
-    keeps_results: also what is as large as an output may be kept.
-    """
-    if not keeps_results:
-        least = min(value.like.numel() for value in outputs)
-        for value in (value for operation in operations for value in operation.results):
-            if value.is_kept and value.like.numel() >= least:
-                value.like = value.like.to("meta")
-    operations = _needed(operations, outputs)  # a value with a use that nobody needs seems to be used twice
-    given_out = set(outputs)
-    for operation in reversed(operations):
-        if operation.is_view and not given_out.isdisjoint(operation.results):
-            given_out.add(operation.args[0])
-    same: dict[_Value, _Value] = {}
-    known: dict[Hashable, _Operation] = {}
-    simplified = []
-    for operation in operations:
-        operation.replace(same)
-        source = _same_as(operation, given_out) if operation.gives_one else None
-        key = operation.function, _key(operation.args), _key(operation.kwargs)
-        if source is None:
-            first = known.setdefault(key, operation)
-            if first is operation:
-                simplified.append(operation)
-                continue
-            sources = first.results
-        else:
-            sources = [source]
-        for value, other in zip(operation.results, sources, strict=True):
-            same[value] = other
-            other.uses += value.uses
-    return simplified, [same.get(value, value) for value in outputs]
-
-
-def _key(value: Any) -> Hashable:
-    """Return a key of an operation's arguments; numbers of different types differ."""
-    if isinstance(value, list):
-        return tuple(_key(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((n, _key(v)) for n, v in value.items())
-    is_exact = isinstance(value, _Value | int | torch.dtype | torch.device)
-    return (type(value), value if is_exact else repr(value))
-
-
-def _same_as(operation: _Operation, given_out: set[_Value]) -> _Value | None:
-    """Return the value that an operation repeats, or None."""
-    function, args = operation.function, operation.args
-    if function in (_aten.detach.default, _aten.lift_fresh_copy.default):
-        return cast(_Value, args[0])
-    if function is _aten.clone.default and _copies_in_vain(operation):
-        return cast(_Value, args[0])
-    if operation.results[0] in given_out:  # a result may not be the memory of an input
-        return None
-    if function is _aten.index.Tensor and _counts_up(operation):
-        return cast(_Value, args[0])
-    return _added_to_zero(operation) if function is _aten.add.Tensor else None
-
-
-def _copies_in_vain(clone: _Operation) -> bool:
-    """Return whether an operation copies a new contiguous tensor that nothing else uses."""
-    source: _Value = clone.args[0]
-    like = source.like
-    keeps_layout = clone.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
-    if not keeps_layout or not like.is_contiguous():
-        return False
-    while source.made_by is not None and source.uses == 1 and source.made_by.gives_one:
-        if source.like.numel() != like.numel():
-            return False
-        if not source.made_by.is_view:
-            return True
-        source = source.made_by.args[0]
-    return False
-
-
-def _added_to_zero(add: _Operation) -> _Value | None:
-    """Return what an operation adds to kept zeros, if it is the operation's value."""
-    result = add.results[0].like
-    for zeros, other in (add.args, add.args[::-1]):
-        if not isinstance(zeros, _Value) or not isinstance(other, _Value) or add.kwargs:
-            continue
-        if zeros.is_kept and _layout(result) == _layout(other.like) and not bool(zeros.like.any()):
-            return other
-    return None
-
-
-def _counts_up(index: _Operation) -> bool:
-    """Return whether an operation reads all elements along the first dimension, in their order."""
-    source, indices = index.args
-    places = indices[0]
-    if len(indices) > 1 or not places.is_kept or places.like.ndim != 1:
-        return False
-    if _layout(source.like) != _layout(index.results[0].like):
-        return False
-    return bool((places.like == torch.arange(len(places.like), device=places.like.device)).all())
-
-
-def _layout(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.stride(), tensor.dtype  # later views of a tensor depend on its strides
-
-
-# --- products ---
-
-
-def _with_factors(operations: list[_Operation], outputs: list[_Value]) -> tuple[list[_Operation], list[_Value]]:
-    """Give out the factors of the output, if it is a product."""
-    [product] = outputs
-    ndim, size = product.like.ndim, product.like.numel()
-    while _broadcasts(product):
-        product = cast(_Operation, product.made_by).args[0]
-    operation = product.made_by
-    is_negative = operation is not None and operation.function is _aten.sub.Tensor and not operation.kwargs
-    is_negative = is_negative and _is_zero(cast(_Operation, operation).args[0])
-    if is_negative:
-        operation = getattr(cast(_Operation, operation).args[1], "made_by", None)
-    if operation is None or operation.function is not _aten.mul.Tensor:
-        return operations, outputs
-    factors = [x for x in operation.args if isinstance(x, _Value) and x.like.dtype == torch.float32]
-    if len(factors) < 2:
-        return operations, outputs
-    weight, numbers = sorted(factors, key=_has_columns)
-    if _has_columns(weight) or numbers.like.numel() >= size:
-        return operations, outputs
-    operations = list(operations)
-    if is_negative:
-        weight = _appended(operations, _aten.neg.default, weight)
-    shapes = [[1] * (ndim - x.like.ndim) + [*x.like.shape] for x in (numbers, weight)]
-    outputs = [
-        _appended(operations, _aten.view.default, x, shape) for x, shape in zip((numbers, weight), shapes, strict=True)
-    ]
-    return operations, outputs
-
-
-def _appended(operations: list[_Operation], function: Any, value: _Value, *args: Any) -> _Value:
-    like = function(value.like, *args)
-    operation = _Operation(function, [value, *args], {})
-    operation.results = [_Value(like, value.varies, operation)]
-    operations.append(operation)
-    return operation.results[0]
-
-
-def _broadcasts(value: _Value) -> bool:
-    """Whether a value behind a product only repeats it, or is a copy."""
-    operation = value.made_by
-    if operation is None:
-        return False
-    if operation.function is _aten.unsqueeze.default:
-        return bool(operation.args[1] == 0)
-    return operation.function in (_aten.clone.default, _aten.expand.default, _aten.slice.Tensor)  # slices of repeats
-
-
-def _has_columns(value: _Value) -> bool:
-    return value.like.shape[-1:] not in ((), (1,))
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, _Value) and value.is_kept and not bool(value.like.any())
 
 
 # --- running ---

@@ -15,13 +15,12 @@ from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.kernels.visible_tiles import visible_tiles
-from flexmasks.kernels.whole_mask import Line, in_wide_rows, spans_of
+from flexmasks.kernels.whole_mask import in_wide_rows, spans_of
 from flexmasks.plans.bounds import SizedMask
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.spec.bands import Factors
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Score
-
-_ROUNDING = 2.0**-22  # of float32, of an operation or two
 
 
 class Whole(NamedTuple):
@@ -115,6 +114,16 @@ def added_of(score: Score, offset: Offset, size: Size, visible: Tensor | None = 
     return added_by(shifted_score(score.bind(score.resolve(size)), offset), size, visible)
 
 
+def multiplied(factors: Factors, offset: Offset, size: Size) -> tuple[Tensor, Tensor]:
+    """Numbers and weight, see `Added`, of a score change that adds the slope of each head times the distance."""
+    rows, keys = (torch.arange(n, device=size.device) for n in (size.q_len, size.kv_len))
+    starts = offset if isinstance(offset, int) else offset.view(-1, 1, 1, 1)
+    distance = keys - (rows[:, None] + starts)
+    distance = -distance.abs() if factors.is_absolute else distance
+    weight = factors.slopes.float().view(1, -1, 1, 1).clone()  # in memory of its own
+    return distance.float().expand(*[1] * (4 - distance.ndim), *distance.shape), weight
+
+
 def added_by(score_mod: Callable[..., Tensor], size: Size, visible: Tensor | None = None) -> Tensor:
     """What a score_mod adds, see `added_of`; with gradients, where they are wanted.
 
@@ -150,24 +159,3 @@ def as_rows(tensors: Sequence[Tensor]) -> Tensor:
     """A bias as kernels read it: with four dimensions, the last in one piece."""
     bias = tensors[0].expand(*(1,) * (4 - tensors[0].ndim), *tensors[0].shape)
     return bias if bias.stride(3) == 1 else bias.contiguous()
-
-
-def line_of(numbers: Tensor, size: Size, offset: int) -> Line | None:
-    """The line that added numbers [B or 1, H or 1, Q or 1, KV] are over the distance of key and query, as in ALiBi.
-
-    None if they are no line. The host waits for the device.
-    """
-    if numbers.shape != (1, 1, size.q_len, size.kv_len) or size.kv_len < 2:
-        return None
-    row, column = (torch.arange(n, dtype=torch.float32, device=size.device) for n in (size.q_len, size.kv_len))
-    distance = column - (row[:, None] + offset)
-    first_row = numbers[0, 0, 0].tolist()
-    for is_absolute in (False, True):
-        places = [abs(n) if is_absolute else n for n in range(-offset, size.kv_len - offset)]
-        near, far = (end(range(size.kv_len), key=places.__getitem__) for end in (min, max))
-        slope = (first_row[far] - first_row[near]) / (places[far] - places[near])
-        start = first_row[near] - slope * places[near]
-        on_line = slope * (distance.abs() if is_absolute else distance) + start
-        if bool(((numbers[0, 0] - on_line).abs() <= _ROUNDING * numbers.abs().max()).all()):
-            return Line(slope, start, offset, is_absolute)
-    return None

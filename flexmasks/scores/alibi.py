@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, register_score
+from flexmasks.spec import Factors, Size, register_score
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -36,7 +36,13 @@ def _prepare(
     return {"slopes": None, "bidirectional": bidirectional, "heads": size.heads}
 
 
-@register_score(prepare=_prepare, example=lambda length: {}, relative=True)
+def _factors(size: Size, *, slopes: Tensor | None, bidirectional: bool) -> Factors:
+    if slopes is None:
+        slopes = _slope(torch.arange(size.heads, device=size.device), size.heads, size.dtype)
+    return Factors(slopes, bidirectional)
+
+
+@register_score(prepare=_prepare, example=lambda length: {}, factors=_factors, relative=True)
 def alibi(
     score: Tensor,
     b: Tensor,

@@ -4,7 +4,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Score, Size, cap_of, get_score, prepare_sequences, register_score, size_inside_sequences
+from flexmasks.spec import (
+    Factors,
+    Score,
+    Size,
+    cap_of,
+    factors_of,
+    get_score,
+    prepare_sequences,
+    register_score,
+    size_inside_sequences,
+)
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -15,7 +25,18 @@ def _cap(size: Size, *, inner: Score, **places: Any) -> float | None:
     return cap_of(inner, size_inside_sequences(size, inner=inner, **places))
 
 
-@register_score(prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example, cap=_cap)
+def _factors(
+    size: Size, *, inner: Score, kv_offsets: Tensor | None, q_start: int | Tensor, **places: Any
+) -> Factors | None:
+    if kv_offsets is not None or isinstance(q_start, Tensor) or q_start:
+        return None  # distances in a sequence are not those in the call
+    inner_size = size_inside_sequences(size, inner=inner, kv_offsets=kv_offsets, q_start=q_start, **places)
+    return factors_of(inner, inner_size)
+
+
+@register_score(
+    prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example, cap=_cap, factors=_factors
+)
 def packed(
     score: Tensor,
     b: Tensor,

@@ -9,8 +9,10 @@ from flexmasks.compat import is_compiling as is_compiling
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.bands import Band as Band
+from flexmasks.spec.bands import Factors as Factors
 from flexmasks.spec.bands import band_of as band_of
 from flexmasks.spec.bands import cap_of as cap_of
+from flexmasks.spec.bands import factors_of as factors_of
 from flexmasks.spec.bands import in_sequences as in_sequences
 from flexmasks.spec.by_name import says_what_to_write as says_what_to_write
 from flexmasks.spec.indexing import always as always

@@ -1,6 +1,6 @@
-"""Native forms of masks and scores: bands and caps.
+"""Native forms of masks and scores: bands, caps and factors.
 
-Some kernels compute windows, also inside sequences, and soft-caps without any function of indices.
+Some kernels compute windows, also inside sequences, soft-caps and ALiBi without any function of indices.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class Band:
     has_other_keys: bool = False  # whether the keys of sequences start elsewhere than their queries
 
 
+@dataclass(frozen=True)
+class Factors:
+    """A score change that adds slope * distance: the distance is kv - q, or with `is_absolute` -|kv - q|."""
+
+    slopes: Tensor  # float[H]
+    is_absolute: bool = False
+
+
 def band_of(mask: Mask, size: Size) -> Band | None:
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
@@ -67,6 +75,10 @@ def cap_of(score: Score, size: Size) -> float | None:
     return cast("float | None", _asked(score, size, score.definition.cap, _check_cap))
 
 
+def factors_of(score: Score, size: Size) -> Factors | None:
+    return cast("Factors | None", _asked(score, size, score.definition.factors, _check_factors))
+
+
 def _check_band(band: Any) -> None:
     check_returned("band", band, Band, "a flexmasks.spec.Band or None")
 
@@ -75,6 +87,10 @@ def _check_cap(cap: Any) -> None:
     check_returned("cap", cap, (int, float, torch.SymInt, torch.SymFloat), "a number above 0 or None")
     if not 0 < cap < math.inf:
         raise ValueError(f"`cap` must return a number above 0 or None, got {cap}.")
+
+
+def _check_factors(factors: Any) -> None:
+    check_returned("factors", factors, Factors, "flexmasks.spec.Factors or None")
 
 
 def _asked(value: Mask | Score, size: Size, hook: Callable[..., Any] | None, check: Callable[[Any], None]) -> Any:

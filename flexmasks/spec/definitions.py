@@ -26,7 +26,7 @@ from flexmasks.spec.structure import is_empty
 from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
-FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "compiled")
+FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "factors", "compiled")
 # Keyword arguments of `attention`. It hands on no parameters of these names.
 KEYWORDS = (
     "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
@@ -48,6 +48,7 @@ class Definition:
     inner_size: Callable[..., Size] | None = None
     band: Callable[..., Any] | None = None  # of a mask, see `register_mask`
     cap: Callable[..., Any] | None = None  # of a score, see `register_score`
+    factors: Callable[..., Any] | None = None  # of a score, see `register_score`
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "

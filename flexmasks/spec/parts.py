@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmasks.spec.bands import Band, band_of, cap_of
+from flexmasks.spec.bands import Band, Factors, band_of, cap_of, factors_of
 from flexmasks.spec.definitions import add_operator, define
 from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
@@ -103,9 +103,20 @@ def _shifted(index: Tensor, first: int) -> Tensor:
     return index + first if first else index
 
 
+def _factors_of_part(
+    size: Size, *, inner: Score, first_head: int, key_positions: Tensor | None, **sizes: Any
+) -> Factors | None:
+    if key_positions is not None:
+        return None
+    factors = factors_of(inner, _size_of_call(size, **sizes))
+    return factors and replace(factors, slopes=factors.slopes[first_head : first_head + size.heads])
+
+
 _OF_PART: dict[str, Any] = {"registered": True, "prepare": _prepare_part, "inner_size": _size_of_call}
 _MASK_PART = add_operator(define("mask", _of_part, "mask_part", band=_band_of_part, **_OF_PART))
-_SCORE_PART = add_operator(define("score", _of_part, "score_part", cap=_cap_of_part, **_OF_PART))
+_SCORE_PART = add_operator(
+    define("score", _of_part, "score_part", cap=_cap_of_part, factors=_factors_of_part, **_OF_PART)
+)
 
 
 # --- rows of queries: some of the sequences of a batch, or pieces of their queries ---
@@ -150,6 +161,10 @@ def _band_of_rows(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
     return None if band is None or band.sequences is not None else band
 
 
+def _factors_of_rows(size: Size, *, inner: Score, **places: Tensor) -> Factors | None:
+    return factors_of(inner, _size_of_sequences(size, inner=inner, **places))  # distances are the same, as above
+
+
 def _of_rows(*indices: Tensor, inner: Callable[..., Tensor], sequences: Tensor, lasts: Tensor) -> Tensor:
     *score, b, h, q, kv = indices
     sequence = sequences[b]
@@ -159,4 +174,4 @@ def _of_rows(*indices: Tensor, inner: Callable[..., Tensor], sequences: Tensor, 
 
 _OF_ROWS: dict[str, Any] = {"registered": True, "prepare": _prepare_rows, "inner_size": _size_of_sequences}
 _MASK_ROWS = add_operator(define("mask", _of_rows, "mask_rows", band=_band_of_rows, **_OF_ROWS))
-_SCORE_ROWS = add_operator(define("score", _of_rows, "score_rows", **_OF_ROWS))
+_SCORE_ROWS = add_operator(define("score", _of_rows, "score_rows", factors=_factors_of_rows, **_OF_ROWS))

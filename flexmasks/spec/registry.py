@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks.cache import clear_caches
 from flexmasks.spec.arguments import get_mask, get_score
-from flexmasks.spec.bands import Band
+from flexmasks.spec.bands import Band, Factors
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import OPERATORS, Definition, define, definition, names
 from flexmasks.spec.parameters import Size
@@ -127,6 +127,7 @@ def register_score(
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
     cap: Callable[..., float | None] | None = None,
+    factors: Callable[..., Factors | None] | None = None,
     relative: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a score change, one plain function `(score, b, h, q, kv, *, parameters) -> score`.
@@ -135,6 +136,8 @@ def register_score(
         name, example, prepare, inner_size: as for `register_mask`.
         cap: for soft-caps, which some kernels know natively: `cap(size, **parameters)` returns the cap, or None if
             the change is no soft-cap with these parameters.
+        factors: for changes that add a slope of each head times the distance, as ALiBi, which some kernels compute:
+            `factors(size, **parameters)` returns flexmasks.spec.Factors, or None.
         relative: True if the new score depends on the old one, on h and on kv - q alone, and the function takes any
             distance. In sequences laid end to end, such a change reads no positions.
 
@@ -150,8 +153,8 @@ def register_score(
         >>> flexmasks.get_score("scaled", factor=2.0)
         scaled(factor=2.0)
     """
-    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "cap": cap}
-    return _register("score", name, relative=relative, **hooks)
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size}
+    return _register("score", name, relative=relative, **hooks, cap=cap, factors=factors)
 
 
 @says_what_to_write()
