@@ -121,16 +121,16 @@ def attention(
             torch does not count it: a change through `tensor.data`, through memory shared with NumPy, by a kernel of
             yours, or by a collective into a tensor that you keep. Call `torch.autograd.graph.increment_version(tensor)`
             or `clear_caches` after such a change. Parameters need no such call.
-            A function that torch's compiler may compute otherwise than Python does goes to the kernel as data: the
-            bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
-            Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
-            So do functions without tensors on a CPU, where it compiles nothing and is as fast.
+            A function with an operation that torch's compilers are not known to get right goes to the kernel as data:
+            the bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says
+            so. So do functions without tensors on a CPU, where it compiles nothing and is as fast. Whole numbers in
+            captured 64-bit tensors are taken to be between -2**60 and 2**60.
             Inside your own torch.compile(fullgraph=True) the blocks of the mask are computed by your graph, from the
-            tensors of each run, and so are the bits of functions that go as data, by a look at all pairs. A function
-            that is made there and captures variables, a partial or an object is slow: its blocks are found by a look at
-            all pairs, at each run. Make a Mask of it outside the compiled function, with `get_mask`, or the block mask
-            once for all layers. Write `mask.inverse()` for `~mask`, which torch does not trace. Values of tensors are
-            not checked there.
+            tensors of each run, and so are the bits of functions that go as data, by a look at all pairs. Pass a name,
+            a Mask, or a function at the top level of a module with its tensors and numbers as parameters behind `*`:
+            `mask=function, ids=ids`. Any other function, a lambda that captures variables or a partial, is slow: torch
+            asks it for all pairs, at each run. Make the block mask once for all layers, or write the function so.
+            Write `mask.inverse()` for `~mask`, which torch does not trace. Values of tensors are not checked there.
             The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
             takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
             flexmasks where it is loaded. One for a fixed length that was exported on a GPU, or where no gradient was
@@ -138,7 +138,9 @@ def attention(
             require a gradient, or make the length dynamic, to save it.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or floats that are
             added, of the shapes of booleans for a mask, with a gradient if they learn; or a list of these, applied in
-            order.
+            order. Kernels compute a function as torch.compile computes it: in single precision, with indices of 32
+            bits. One that would end the process, by rows of tensors, negative indices on a GPU or whole numbers that
+            overflow, runs on the reference, and `explain` says why.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
             the size of what the score adds; use float32 q, k and v where that matters.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.

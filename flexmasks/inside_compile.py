@@ -11,7 +11,6 @@ a score that was not made a Score outside, and those by slices, whose checkpoint
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
-from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
 from flexmasks.backends import (
@@ -39,13 +37,16 @@ from flexmasks.backends import (
     tiles_operator,
 )
 from flexmasks.backends.call import Call, Result, exports_any_length
-from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
-    blocks_of_function,
+    NARROW_DTYPES,
+    bits_of_function,
+    check_can_be_asked,
+    check_numbers,
     encode_mask,
     errors_logged,
+    of_bits,
     planned_blocks,
     reads_batch_and_heads,
 )
@@ -67,7 +68,7 @@ from flexmasks.plans.traced import UNKNOWN, TracedMask, TracedScore, size_of, wi
 from flexmasks.plans.traced_alignment import aligned_traced, in_graph_offset
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.encoding import decode, encode, is_readable
+from flexmasks.spec.encoding import decode, encode_if_readable
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.resolved import ResolvedInner
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -80,7 +81,6 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
     "sdpa": sdpa.SdpaReplay.of,
 }
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
-_WAYS = tuple(WAYS_IN_TRACE.values())
 _MUST_TRACE = ()  # no output has this shape
 _MOST_BITS = 1 << 31  # of a mask that is looked at at each run
 _BITS = "bits"  # begins an encoded mask whose bits are known, see `Described.visible`
@@ -109,24 +109,26 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         encoded = encode_mask(mask, q.device)
-    encoded_score: Any = UNKNOWN if score is None or not is_readable(score) else encode(score, q.device)
+    encoded_score: Any = encode_if_readable(score, q.device) or UNKNOWN
     q_offset = aligned_traced(q, k, request.q_offset, encoded, score, encoded_score, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
-    if block_mask is None and encoded == UNKNOWN:
-        block_mask = blocks_of_function(cast(Mask, mask), unread(size, q_offset), q_offset, block_size_for(size))
     if compat.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, unread(size, q_offset)))
     of_mask = _Encoded(encoded, q_offset) if request.block_mask is None else _data_of_block_mask(request.block_mask, q)
+    bits: tuple[Tensor, ...] | None = None
     if isinstance(of_mask.mask, Flat) and "(False, " in of_mask.mask.text:  # perhaps a function that a user wrote
         bits = _bits_of(of_mask.mask, of_mask.offset, of_mask.block_size, of_mask.sizes, q.detach(), k.detach())
-        if bits[0].shape != _MUST_TRACE:
-            words, table, *lists_of_bits = bits
-            block_size = of_mask.block_size or compat.constants(block_size_for(size))
-            of_mask = _Encoded((_BITS, words, table), 0, block_size)
-            lists = lists_of_bits if block_mask is None else lists_of(block_mask)
-            block_mask = made_of((q.shape[2], k.shape[2]), lists, block_size, reading_bits(words, table, block_size))
-    if of_mask.mask == UNKNOWN and compat.can_trace_transforms():
-        _check_numbers(cast(compat.BlockMask, block_mask).mask_mod, q.device)
+    elif of_mask.mask == UNKNOWN and block_mask is not None:
+        check_numbers(block_mask.mask_mod, q.device, NARROW_DTYPES)
+    elif of_mask.mask == UNKNOWN:
+        of_size, block_size = unread(size, q_offset), block_size_for(size)
+        bits = bits_of_function("attention", cast(Mask, mask), of_size, q_offset, block_size)
+    if bits is not None and bits[0].shape != _MUST_TRACE:
+        words, table, *lists_of_bits = bits
+        block_size = of_mask.block_size or compat.constants(block_size_for(size))
+        of_mask = _Encoded((_BITS, words, table), 0, block_size)
+        lists = lists_of_bits if block_mask is None else lists_of(block_mask)
+        block_mask = of_bits((q.shape[2], k.shape[2]), (words, table, *lists), block_size)
     facts = _facts_of(q, k, v, request, score, encoded_score)
     scale = compat.constants(request.scale)
     arguments = of_mask, encoded_score, q_offset, q, k, v, scale, facts
@@ -140,67 +142,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             lse = results[1] if request.return_lse else None
             return Result(results[0], lse, has_sinks=request.sink_logits is not None)
     return _run_traced(request, mask, score, block_mask, size, *arguments)
-
-
-_NARROW = (torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
-
-
-class _Narrow(TorchFunctionMode):
-    """Notes whether a function computes with numbers of less than 32 bits, which kernels compute in other types.
-
-    It may read and convert them, and compare numbers of one type that it read.
-    """
-
-    found: torch.dtype | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__:
-            self._read.append(out)
-        elif isinstance(out, Tensor):
-            tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
-            numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
-            if out.dtype in _NARROW:
-                self.found = out.dtype
-            for x in tensors:
-                if x.dtype in _NARROW:
-                    # While torch traces, some operations, such as abs(x), pass a mode by.
-                    is_read = any(x is known for known in self._read)
-                    is_mixed = any(other.dtype != x.dtype for other in tensors)
-                    if not is_read or is_mixed or not all(_holds(x.dtype, n) for n in numbers):
-                        self.found = x.dtype
-        return out
-
-
-def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Return whether a comparison with a number is the same in a dtype and in kernels."""
-    if dtype.is_floating_point:
-        return number == 0
-    return isinstance(number, float) or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
-
-
-def _check_numbers(mask_mod: Callable[..., Tensor], device: torch.device) -> None:
-    """Check a mask's function that only torch's tracing can read: kernels compile it as it is."""
-    narrow = _Narrow()
-
-    def watched(*indices: Tensor) -> Tensor:
-        with narrow:
-            return mask_mod(*indices)
-
-    with torch.no_grad():
-        over_indices(watched)(*[torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)])
-    if narrow.found is not None:
-        fail(
-            f"torch.compile may compute the mask's function otherwise than Python does, because it computes with "
-            f"{narrow.found}: convert such numbers first, as in `table[q].int()` or `.float()`, or make the blocks "
-            "outside, with flexmasks.block_mask(function, ..., as_data=True), and pass them as block_mask."
-        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,8 +160,8 @@ def _bits_of(
         encoded = _changed(encoded, _without_gradient)
         mask = cast(Mask, decode("mask", _changed(encoded, compat.size_hint)))
         size = unread(size_of(q, k, sizes), offset)
-        reason = forms.look_in_trace(TracedMask(mask, size, offset, None), q, k, is_score=False)
-        if not reason or reason in WAYS_IN_TRACE:
+        reason = forms.why_bits_in_trace(TracedMask(mask, size, offset, None), q, k)
+        if not reason:
             return (torch.empty(()),)
         height, width = block_size or block_size_for(size)
         reads_b, reads_h = reads_batch_and_heads(mask)
@@ -268,7 +209,7 @@ def _attend(
         of_mask = _Encoded(_changed(encoded, _without_gradient), offset, block_size, sizes)
         if not lists and exports_any_length(q, k):
             _check_at_example(of_mask.mask, unread(size_of(q, k), q_offset))
-        name, ways = _chosen_for(backend, of_mask, encoded_score, q_offset, q, k, v, scale, facts)
+        name = _chosen_for(backend, of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _COMPILED:
             of_mask = of_mask._replace(mask=_changed(of_mask.mask, _constant))
             encoded_score = _changed(encoded_score, _constant)
@@ -284,7 +225,7 @@ def _attend(
                 return (torch.empty(_MUST_TRACE),)
             out, lse = _by_tiles(call, lists, of_mask, encoded_score)
         else:
-            mask_mod, score_mod = _functions_of(call, of_mask, name, ways)
+            mask_mod, score_mod = _functions_of(call, of_mask, name)
             block_mask = _block_mask_of(call, lists, of_mask, name, mask_mod)
             if not call.needs_grad:
                 q, k, v = q.detach(), k.detach(), v.detach()
@@ -306,16 +247,16 @@ def _block_mask_of(
 
 
 def _functions_of(
-    call: Call, of_mask: _Encoded, name: str, ways: Sequence[int]
+    call: Call, of_mask: _Encoded, name: str
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
-    """Return the functions of mask and score, or None, as a backend computes them; ways: as for `_bound`."""
+    """Return the functions of mask and score, or None, as a backend computes them."""
     mods: list[Callable[..., Tensor]] = []
-    for part, way in zip(call.parts, ways, strict=False):
+    for part in call.parts:
         if part is call.mask and of_mask.mask[0] == _BITS:
             words, table = _held(of_mask.mask[1:], name)
             mods.append(reading_bits(words, table, of_mask.block_size))
         else:
-            bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name, way)
+            bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name)
             shifted = shifted_mask if part is call.mask else shifted_score
             mods.append(shifted(bound, _held(part.offset, name)))
     return mods[0], None if call.score is None else mods[1]
@@ -348,22 +289,18 @@ def _run_traced(
 ) -> Result:
     """Run a call with a function that only torch's tracing can read."""
     of_mask, encoded_score, q_offset, q, k, v, _, facts = arguments
-    place, way_of_mask, way_of_score, _ = _chosen(request.backend_name, *arguments).shape
-    name, size = _NAMES[place], unread(size, q_offset)
+    name, size = _NAMES[_chosen(request.backend_name, *arguments).shape[0]], unread(size, q_offset)
     mask, score = _changed(mask, _constant_float), _changed(score, _constant_float)
     if block_mask is None:
         mask = cast(Mask, mask)
-        mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name, way_of_mask), _held(q_offset, name))
+        mask_mod = shifted_mask(_bound(mask, mask.resolve(size), size, name), _held(q_offset, name))
         if name != "reference":
             block_mask = _block_mask(of_mask.mask, q_offset, q, k, size, name, mask_mod)
-    elif way_of_mask:
-        block_mask = copy.copy(block_mask)
-        block_mask.mask_mod = mask_mod = _WAYS[way_of_mask - 1](block_mask.mask_mod)
     else:
         mask_mod = block_mask.mask_mod
     score_mod = None
     if score is not None:
-        bound = _bound(score, score.resolve(size), size, name, way_of_score)
+        bound = _bound(score, score.resolve(size), size, name)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
         out, lse = _by_traced_reference(q, k, v, request, of_mask, encoded_score, block_mask, mask_mod, score_mod)
@@ -382,7 +319,7 @@ def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | 
             learns = any(isinstance(x, Tensor) and x.requires_grad for x in encoded_score.leaves)
         elif score is not None:
             # What functions captured is not known. A backend that is named gives the gradients, or torch raises.
-            learns = score.learns() or (request.backend == "auto" and not is_readable(score))
+            learns = score.learns() or request.backend == "auto"
         needs_grad = learns or q.requires_grad or k.requires_grad or v.requires_grad
     return _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
 
@@ -451,10 +388,11 @@ def _data_of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> _Encoded:
     size = compat.constants(tuple(block_mask.BLOCK_SIZE))
     if source is not None and source.bits is not None:
         return _Encoded((_BITS, *source.bits), 0, size)
-    if source is None or not is_readable(source.mask):
+    encoded = None if source is None else encode_if_readable(source.mask, q.device)
+    if source is None or encoded is None:
         return _Encoded(UNKNOWN, 0, size)
     offset = in_graph_offset(source.q_offset, q)
-    return _Encoded(encode(source.mask, q.device), offset, size, compat.constants((source.batch, source.heads)))
+    return _Encoded(encoded, offset, size, compat.constants((source.batch, source.heads)))
 
 
 # --- the choice of a backend ---
@@ -472,14 +410,14 @@ class _Facts(NamedTuple):
 
 @in_graph
 def _chosen(backend: str, of_mask: Sequence[Any], *arguments: Any) -> Tensor:
-    """Return `_choice` as a tensor's lengths: the backend's place in _NAMES, and the ways.
+    """Return the backend's place in _NAMES as a tensor's length.
 
     torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The choice
     depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with errors_logged():
-        name, ways = _chosen_for(backend, _Encoded(*of_mask), *arguments)  # of a graph it is a plain tuple
-        return torch.empty(_NAMES.index(name), *ways, 0)
+        name = _chosen_for(backend, _Encoded(*of_mask), *arguments)  # of a graph it is a plain tuple
+        return torch.empty(_NAMES.index(name), 0)
 
 
 def _check_at_example(encoded: Any, size: Size) -> None:
@@ -512,28 +450,26 @@ def _without_gradient(part: Any) -> Any:
     return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 
-def _chosen_for(backend: str, of_mask: _Encoded, encoded_score: Any, *arguments: Any) -> tuple[str, list[int]]:
+def _chosen_for(backend: str, of_mask: _Encoded, encoded_score: Any, *arguments: Any) -> str:
     """Return `_choice` for a call with the present values of the numbers that its functions captured."""
     of_mask = of_mask._replace(mask=_changed(of_mask.mask, compat.size_hint))
     return _choice(backend, _call_of(of_mask, _changed(encoded_score, compat.size_hint), *arguments))
 
 
-def _choice(backend: str, call: Call) -> tuple[str, list[int]]:
-    """Return the backend that runs a call, and how it rewrites mask and score, see `_bound`."""
+def _choice(backend: str, call: Call) -> str:
+    """Return the backend that runs a call."""
     reason = None if backend == "auto" else why_not(backend, call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
-        reason = forms.refuses_traced(call) if name in _COMPILED else None
+        reason = forms.kills(call) if name in _COMPILED else None
         if reason is None:
             warn_of_order(name, call)
             if backend == "auto":
                 warn_of_dtypes(name, call)
-            if name not in _COMPILED:
-                return name, [0, 0]
-            return name, [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]
+            return name
         if backend == "auto":
             _log.warning('inside torch.compile, backend "reference" takes the place of %r: %s', name, reason)
-            return "reference", [0, 0]
+            return "reference"
     return fail(f"backend {backend!r} cannot run this call inside torch.compile: {reason}.")
 
 
@@ -577,15 +513,11 @@ def _constant_float(part: Any) -> Any:
     return compat.as_constant(part) if isinstance(part, float) else part
 
 
-def _bound(value: Modifier, resolved: Any, size: Size, backend: str, way: int) -> Callable[..., Tensor]:
-    """Return the bound function of a mask or score, given what `resolve` returned.
-
-    way: the place in _WAYS, counted from 1, of how it is rewritten, or 0.
-    """
+def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:
+    """Return the bound function of a mask or score, given what `resolve` returned."""
     held = cast(Modifier, _held(value, backend))
     heads = size.heads if size.device.type == "cuda" else None
-    bound = held.bind(_held(resolved, backend), heads, for_kernels=True)
-    return _WAYS[way - 1](bound) if way else bound
+    return held.bind(_held(resolved, backend), heads, for_kernels=True)
 
 
 def _held(value: Any, backend: str) -> Any:
@@ -621,6 +553,8 @@ def _by_traced_reference(
     scored: Callable[..., Tensor] | None = None if score_mod is None else functools.partial(over_visible, score_mod)
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
+    if encoded == UNKNOWN:
+        check_can_be_asked("a block mask")
     if isinstance(encoded, Flat):
 
         def visible(*indices: Tensor) -> Tensor:

@@ -831,7 +831,7 @@ def _data_rows(case: bench_data.Case) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("uncompiled_kernels")
 def test_forms_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     causal = bench_data.Case("causal", 64, flexmasks.get_mask("causal"))
-    monkeypatch.setattr(bench_data.forms, "why_inexact", lambda call: "it overflows")
+    monkeypatch.setattr(bench_data.forms, "why_bits", lambda call: "it overflows")
     (row,) = _data_rows(causal)
     assert (row["who"], row["left_out"], row["difference"]) == ("data", {"function": "it overflows"}, None)
 
@@ -841,7 +841,7 @@ def test_forms_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bench_data, "data_of", too_large)
     (row,) = _data_rows(causal)
     assert (row["who"], row["left_out"]) == ("", {"function": "it overflows", "data": "too many bits"})
-    monkeypatch.setattr(bench_data.forms, "why_inexact", lambda call: "")
+    monkeypatch.setattr(bench_data.forms, "why_bits", lambda call: "")
     (row,) = _data_rows(causal)
     assert (row["who"], row["left_out"]) == ("function", {"data": "too many bits"})
 

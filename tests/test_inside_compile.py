@@ -53,7 +53,7 @@ from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.encoding import encode
+from flexmasks.spec.encoding import Unreadable, encode
 from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
@@ -441,10 +441,11 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
     def helped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return leading(q, b, h, q)[0] >= kv
 
-    names = [
-        {encode(flexmasks.get_mask(f), torch.device("cpu")).values()[1] for _ in range(2)} for f in (looked_up, helped)
-    ]
-    assert [len(n) for n in names] == [2, 1]
+    cpu = torch.device("cpu")
+    with pytest.raises(Unreadable, match="reads the variable 'flexmasks'"):
+        encode(flexmasks.get_mask(looked_up), cpu)
+    names = {encode(flexmasks.get_mask(helped), cpu).values()[1] for _ in range(2)}
+    assert len(names) == 1
 
     @functools.wraps(causal)
     def wrapped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -770,6 +771,10 @@ def _plain(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q >= kv) & (kv % 7 != 3)
 
 
+def _near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor) -> Tensor:
+    return (q >= kv) & (table[q] - kv < 20)
+
+
 _FUNCTIONS = {
     "closure": _users_documents(DOCUMENTS),
     "and_masks": flexmasks.get_mask(and_masks(lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: DOCUMENTS[b, q] > 0)),
@@ -783,11 +788,24 @@ _TABLE = torch.arange(128)
 _BLOCK_MASKS: dict[str, _Call] = {
     "documents": lambda: flexmasks.block_mask(_CAUSAL_DOCUMENTS, LENGTH, batch=BATCH),
     "offset": lambda: flexmasks.block_mask("sliding_window", LENGTH, LENGTH, window=9, q_offset=5),
-    "function": lambda: flexmasks.block_mask(lambda b, h, q, kv: (q >= kv) & (_TABLE[q] - kv < 20), LENGTH),
+    "function": lambda: flexmasks.block_mask(_near, LENGTH, table=_TABLE),
     "data": lambda: flexmasks.block_mask(
         lambda b, h, q, kv: (q - kv) % (h + 3) == 0, LENGTH, heads=HEADS, as_data=True
     ),
 }
+
+
+def test_functions_that_only_torch_can_read_in_a_checkpoint() -> None:
+    reading = lambda b, h, q, kv: (q >= kv) & (_TABLE[q] - kv < 20)  # noqa: E731
+    for call in (
+        {"mask": reading},
+        {"block_mask": flexmasks.block_mask(reading, LENGTH)},
+    ):
+        attend = functools.partial(flexmasks.attention, **call)
+        torch._dynamo.reset()
+        step = lambda *x, attend=attend: checkpoint(attend, *x, use_reentrant=False)  # noqa: E731
+        with pytest.raises(Exception, match=r"inside an activation checkpoint torch.compile cannot read the function"):
+            torch.compile(step, fullgraph=True, backend="aot_eager")(*[x.requires_grad_() for x in leaves()])
 
 
 @pytest.mark.slow
@@ -1115,8 +1133,9 @@ def test_functions_that_only_torch_can_read(caplog: pytest.LogCaptureFixture) ->
         results = torch.compile(call, fullgraph=True, backend="eager")(q, k, v, DOCUMENTS)
     for out in results:
         torch.testing.assert_close(out, want)
-    assert "make a Mask of it outside the compiled function, with flexmasks.get_mask(function)" in caplog.text
-    assert "combine masks with `&`, `|` and `~` instead" in caplog.text
+    assert "'<lambda>' captures variables" in caplog.text
+    assert "'<lambda>' reads the variable '_CAUSAL_DOCUMENTS'" in caplog.text
+    assert caplog.text.count("write it at the top level of a module, with tensors and numbers as parameters") >= 2
 
 
 _SPAN: Any = None
@@ -1379,8 +1398,12 @@ def _causal_and(name: str, **params: Tensor) -> flexmasks.Mask:
     return flexmasks.get_mask("causal") & flexmasks.get_mask(name, **params)
 
 
+def _same(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, ids: Tensor) -> Tensor:
+    return ids[q] == ids[kv]
+
+
 def _reading(ids: Tensor) -> flexmasks.Mask:
-    return flexmasks.get_mask(lambda b, h, q, kv: ids[q] == ids[kv])
+    return flexmasks.get_mask(_same, ids=ids)
 
 
 # --- sizes and numbers that change ---

@@ -7,6 +7,7 @@ test fails where that process ends.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -30,8 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from benchmarks import private_torch
 from flexmasks.backends import forms
-from flexmasks.backends.inexact import inexact
-from flexmasks.backends.rewritten import WAYS_IN_TRACE
+from flexmasks.backends.exact import FLASH, outside_table
 from flexmasks.plans import mask_plan
 from flexmasks.plans.data import CannotBeData, next_power_of_2
 
@@ -414,47 +414,30 @@ def test_generated_functions(first: int, count: int, judge: Judge) -> None:
 # --- functions that kernels compile ---
 
 
-def way_of(expression: str, shape: Shape, device: str) -> str | None:
-    """Return in which of WAYS_IN_TRACE a kernel computes a function, "" for as it is, None for not at all."""
+def stays_a_function(expression: str, shape: Shape, device: str) -> bool:
+    """Return whether Inductor compiles a function as it is."""
     function = together([expression])(torch.Generator().manual_seed(0), *shape.sizes, device=device)
-    for way in ("", "with b and h of as many dimensions as q"):
-        rewritten = WAYS_IN_TRACE[way](function) if way else function
-        if inexact(rewritten, torch.device(device), list(map(next_power_of_2, shape.sizes))) is None:
-            return way
-    return None
+    reasons = outside_table(function, torch.device(device), list(map(next_power_of_2, shape.sizes)))
+    return all(reason.startswith(FLASH) for reason in reasons)
 
 
-def compiled_functions(first: int, count: int, device: str = "cpu") -> tuple[list[str], list[str]]:
-    """Return random functions that kernels compile as they are, and those that they compile rewritten."""
-    as_they_are: list[str] = []
-    rewritten: list[str] = []
-    seed = first
-    while min(len(as_they_are), len(rewritten)) < count:
-        expression = mixed(seed)
-        way = way_of(expression, Shape(2, 3, 100, 75), device)
-        if way is not None:
-            (rewritten if way else as_they_are).append(expression)
-        seed += 1
-    return as_they_are[:count], rewritten[:count]
+def compiled_functions(first: int, count: int, device: str = "cpu") -> list[str]:
+    """Return random functions that kernels compile."""
+    seeds = (seed for seed in itertools.count(first) if stays_a_function(mixed(seed), Shape(2, 3, 100, 75), device))
+    return [mixed(seed) for seed in itertools.islice(seeds, count)]
 
 
-@pytest.mark.parametrize(
-    ("first", "count", "rewritten"),
-    [
-        *one_in(2, [(0, 4, False), (0, 4, True)]),
-        *(in_campaigns((n, 20, rewritten)) for n in range(10000, 20000, 1000) for rewritten in (False, True)),
-    ],
-)
-def test_compiled_functions(first: int, count: int, rewritten: bool, judge: Judge) -> None:
+@pytest.mark.parametrize(("first", "count"), [(0, 4), *(in_campaigns((n, 20)) for n in range(10000, 20000, 500))])
+def test_compiled_functions(first: int, count: int, judge: Judge) -> None:
     """What the look at functions lets through is right in a kernel that compiles many of them."""
-    functions = compiled_functions(first, count)[rewritten]
+    functions = compiled_functions(first, count)
     judged = judge.judge(functions, Shape(2 * count, 3, 100, 75), backend="flex", form="function")
     assert not judged.fault, f"{judged.fault}: {functions}"
 
 
 @pytest.mark.slow
 def test_compiled_functions_inside_compile(judge: Judge) -> None:
-    functions = [*compiled_functions(0, 2)[0], "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
+    functions = [*compiled_functions(0, 2), "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
     judged = judge.judge(functions, Shape(2 * len(functions), 3, 100, 75), form="traced")
     assert not judged.fault, f"{judged.fault}: {functions}"
 
@@ -492,12 +475,10 @@ def test_all_written_functions_inside_compile(form: str, judge: Judge) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", one_in(2, ["function", "traced"]))
 def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
-    for functions in compiled_functions(0, 12, "cuda"):
-        shape = Shape(2 * len(functions), 3, 100, 75)
-        judged = judge.judge(
-            functions, shape, "cuda", torch.bfloat16, "flex" if form == "function" else "auto", form=form
-        )
-        assert not judged.fault, f"{judged.fault}: {functions}"
+    functions = compiled_functions(0, 12, "cuda")
+    shape, backend = Shape(2 * len(functions), 3, 100, 75), "flex" if form == "function" else "auto"
+    judged = judge.judge(functions, shape, "cuda", torch.bfloat16, backend, form=form)
+    assert not judged.fault, f"{judged.fault}: {functions}"
 
 
 @pytest.mark.gpu

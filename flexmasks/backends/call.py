@@ -252,8 +252,8 @@ class Call:
         return None if mask is None else replace(self, mask=mask)
 
     @functools.cached_property
-    def findings(self) -> dict[str, str]:
-        """What a look at the functions of "mask" and "score" has found; see `forms`."""
+    def findings(self) -> dict[bool, tuple[str, ...]]:
+        """What a look at the functions of the mask, False, and of the score, True, has found; see `forms.outside`."""
         return {}
 
     @functools.cached_property

@@ -146,8 +146,6 @@ class FlexReplay(Replay):
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
         chosen = _options(call, backend, more_options)
-        if not as_data:
-            block_mask = forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH")
         if _lengths(call, chosen) == "padded":
             block_mask = padded.for_whole_blocks(block_mask)
         key = _key((of_mask, of_score), call, backend, chosen, block_mask)

@@ -7,15 +7,11 @@ import torch
 from flexmasks import compat
 from flexmasks.backends import fa4_package, flex, forms, numbers
 from flexmasks.backends.call import Call, Result
-from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
-from flexmasks.backends.operations import UNREADABLE
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
-from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.sizes import capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
-_MISCOMPILED: Part[str] = Part(KINDS, "miscompiled_functions")  # why FLASH would miscompile them, or ""
 _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend
 # On compute capability 9.0, by the largest head size: the blocks that tiles are fitted to, as large as fit into shared
 # memory in both passes.
@@ -71,7 +67,7 @@ def refuses(call: Call) -> str | None:
     if call.score is not None and numbers.are_many(call, is_score=True):
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
-    return _refuses_numbers(call) or forms.refuses(call) or _refuses_functions(call)
+    return _refuses_numbers(call) or forms.refuses(call) or forms.why_not_flash(call)
 
 
 def _refuses_head_size(call: Call) -> str | None:
@@ -103,33 +99,6 @@ def _refuses_numbers(call: Call) -> str | None:
     if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel(call, (0,), _FLASH)):
         return None
     return "kernels for other values of the mask's numbers are compiled, and its blocks for this head size are no data"
-
-
-def _refuses_functions(call: Call) -> str | None:
-    """Return why FLASH may miscompile the functions of mask and score.
-
-    All calls of a kind are checked once. A mask that goes as data is not checked.
-    """
-    if call.shapes is None:
-        return "it may miscompile the function, which reads variables that may change"
-    device, sizes = call.q.device, [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    if call.is_traced:
-        of_score = None if call.score is None else miscompiled(call.score.mod(), device, sizes, is_score=True)
-        return of_score or miscompiled(call.mask.mod(), device, sizes)
-    is_data = bool(forms.why_inexact(call))
-    may_be_data = not is_data and numbers.are_many(call, is_score=False, has_kernel=lambda: False)
-    if may_be_data:  # otherwise its blocks are not needed here
-        is_data = bool(flex.why_data(call, _FLASH))
-    kind = is_data, call.kernel_key, call.shapes, device.type, *sizes
-    reason = _MISCOMPILED.get(kind)
-    if reason is None:
-        of_score = None if call.score is None else miscompiled(call.score.mod(), device, sizes, is_score=True)
-        reason = of_score or (None if is_data else miscompiled(call.mask.mod(), device, sizes)) or ""
-        if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
-            _MISCOMPILED.put(kind, (), reason, FACT)
-    if reason == NO_BLOCKS and call.mask.window is not None:  # a window whose function is constant shows all pairs
-        return None
-    return reason or None
 
 
 def adds_in_any_order(call: Call) -> str | None:

@@ -85,6 +85,10 @@ class Trace(compat.TorchDispatchMode):
         """Return whether a tensor has another dtype where indices have 64 bits."""
         return False
 
+    def cast(self, x: Tensor) -> Tensor:
+        """Return what a cast to 32 bits makes of an index, which kernels count in 32 bits."""
+        return x
+
     def varies(self, x: Any) -> bool:
         """Return whether the compiler sees a value that is not constant."""
         return isinstance(x, Tensor) and id(x) not in self._constants
@@ -239,7 +243,9 @@ class _Questions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        asks = func in _QUESTIONS or (func in _CASTS and (out is args[0] or isinstance(out, str)))
+        if func in _CASTS and out is args[0] and self._trace.is_wider_in_python(out):
+            return self._trace.cast(out)
+        asks = func in _QUESTIONS or (func in _CASTS and isinstance(out, str))
         if asks and any(isinstance(x, Tensor) and self._trace.is_wider_in_python(x) for x in args):
             self._trace.errors[DTYPE] = None
         return out

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
-from flexmasks.blocks.bits import BITS, packed
+from flexmasks.blocks.bits import BITS, words_of_pairs
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
@@ -149,7 +148,7 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
 
     shape: of the blocks [B or 1, H or 1, rows, columns], and of a block's words [queries, keys / 32].
     """
-    *sizes, _, columns, height, in_words = shape
+    *sizes, _, _, height, in_words = shape
     width = in_words * BITS
 
     def compute() -> Tensor:
@@ -157,10 +156,7 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
         b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
         words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
         for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
-            seen = boolean(visible(b, h, part, kv), 4)
-            seen = F.pad(seen, (0, columns * width - len(kv), 0, height - len(part)))
-            blocks = seen.unflatten(3, (columns, width)).transpose(2, 3)
-            out.copy_(packed(blocks.flatten(0, 2)).view(out.shape))
+            out.copy_(words_of_pairs(boolean(visible(b, h, part, kv), 4), (height, width))[:, :, 0])
         return words
 
     words = _in_another_thread(compute, q.device)

@@ -6,20 +6,25 @@ import contextlib
 import dis
 import functools
 import logging
+import math
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
-from flexmasks.blocks.build import lists_of_pairs, materialize
+from flexmasks.blocks.bits import can_be_bits, words_of_pairs
+from flexmasks.blocks.build import lists_of_blocks, materialize
+from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import in_graph
 from flexmasks.kernels.separate import separate
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.checks import fail
+from flexmasks.plans.data import reading_bits
 from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfMask, PortableBlockMask
 from flexmasks.plans.shifted import Offset, shifted_mask
@@ -70,7 +75,7 @@ def traced_block_mask(
     offset = aligned_traced(q, k, q_offset, encoded, None, UNKNOWN, False)
     size = unread(size_of(q, k), offset)
     if encoded == UNKNOWN:
-        return blocks_of_function(mask, size, offset, rows_and_columns)
+        return of_bits((q_len, kv_len), bits_of_function(call, mask, size, offset, rows_and_columns), rows_and_columns)
     mask_mod = shifted_mask(mask.bind(mask.resolve(size)), offset)
     lists = planned_blocks(encoded, offset, q, k, rows_and_columns)
     arguments: Any = (q_len, kv_len), *lists, rows_and_columns, mask_mod
@@ -89,23 +94,112 @@ def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | N
                 fail(f"mask {inner.name!r} may depend on the index that `{name}` counts: pass `{name}`.", call=call)
 
 
-def blocks_of_function(mask: Mask, size: Size, q_offset: Offset, block_size: tuple[int, int]) -> compat.BlockMask:
-    """Return the block mask of a function that only torch's tracing can read.
+def bits_of_function(
+    call: str, mask: Mask, size: Size, q_offset: Offset, block_size: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Return words and table, see `plans.data.reading_bits`, and the lists of blocks of a function.
 
-    It asks the function for all pairs of queries and keys, at each run of the graph.
+    Only torch's tracing can read it: it is asked for all pairs of queries and keys, at each run of the graph.
     """
+    check_can_be_asked(f"{mask!r}")
+    if not can_be_bits(block_size):
+        fail(f"the sizes of blocks must be powers of 2 from 32 on here, got {block_size}.", call=call)
     bound = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # torch takes no methods and partials
         return bound(b, h, q, kv)
 
+    check_numbers(mask_mod, size.device, HALF_DTYPES)
     reads_b, reads_h = reads_batch_and_heads(mask)
     batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
     with torch.no_grad():
-        lists = lists_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
-    if size.device.type == "cpu":  # torch's kernel fails if the graph computes its lists otherwise
-        lists = tuple([separate(x) for x in lists])
-    return made_of((size.q_len, size.kv_len), lists, block_size, mask_mod)
+        words = words_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
+        of_blocks = words.flatten(4)
+        lists = lists_of_blocks((of_blocks != 0).any(-1), (of_blocks == -1).all(-1))
+        table = torch.arange(math.prod(words.shape[:4]), dtype=torch.int32, device=size.device).view(words.shape[:4])
+    made = words.flatten(0, 3), table, *lists
+    # torch's kernel for CPUs fails if the graph computes what it reads otherwise.
+    return tuple([separate(x) for x in made]) if size.device.type == "cpu" else made
+
+
+def check_can_be_asked(what: str) -> None:
+    """Raise an error where torch.compile cannot ask a function for pairs."""
+    if not compat.can_trace_transforms():
+        fail(
+            f"inside an activation checkpoint torch.compile cannot read the function of {what}: write it at the top "
+            "level of a module, with tensors and numbers as parameters after `*`, and pass these by name."
+        )
+
+
+def of_bits(lengths: tuple[int, int], made: Sequence[Tensor], block_size: tuple[int, int]) -> compat.BlockMask:
+    """Return a block mask of what `bits_of_function` returned."""
+    words, table, *lists = made
+    return made_of(lengths, lists, block_size, reading_bits(words, table, block_size))
+
+
+class _Narrow(TorchFunctionMode):
+    """Notes whether a function computes with numbers of some dtypes, which kernels compute in other ones.
+
+    It may read and convert them, and compare numbers of one type that it read.
+    """
+
+    found: torch.dtype | None = None
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self._dtypes = dtypes
+        self._read: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__:
+            self._read.append(out)
+        elif isinstance(out, Tensor):
+            tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
+            numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
+            if out.dtype in self._dtypes:
+                self.found = out.dtype
+            for x in tensors:
+                if x.dtype in self._dtypes:
+                    # While torch traces, some operations, such as abs(x), pass a mode by.
+                    is_read = any(x is known for known in self._read)
+                    is_mixed = any(other.dtype != x.dtype for other in tensors)
+                    if not is_read or is_mixed or not all(_holds(x.dtype, n) for n in numbers):
+                        self.found = x.dtype
+        return out
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Return whether a comparison with a number is the same in a dtype and in kernels."""
+    if dtype.is_floating_point:
+        return number == 0
+    return isinstance(number, float) or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+NARROW_DTYPES = (torch.int8, torch.uint8, torch.int16, *HALF_DTYPES)
+
+
+def check_numbers(mask_mod: Callable[..., Tensor], device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a mask's function that only torch's tracing can read does not compute with numbers of some dtypes."""
+    if not compat.can_trace_transforms():
+        return
+    narrow = _Narrow(dtypes)
+
+    def watched(*indices: Tensor) -> Tensor:
+        with narrow:
+            return mask_mod(*indices)
+
+    with torch.no_grad():
+        over_indices(watched)(*[torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)])
+    if narrow.found is not None:
+        fail(
+            f"torch.compile may compute the mask's function otherwise than Python does, because it computes with "
+            f"{narrow.found}: convert such numbers first, as in `table[q].int()` or `.float()`, or make the blocks "
+            "outside, with flexmasks.block_mask(function, ..., as_data=True), and pass them as block_mask."
+        )
 
 
 def reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis
 from flexmasks.blocks.elements import Elements, MaskMod, coordinates_of, places_of
-from flexmasks.blocks.lists import flat_nonzero
+from flexmasks.blocks.lists import flat_nonzero, grid
 from flexmasks.workers import Workers
 
 BITS = 32  # of a word
@@ -64,6 +65,19 @@ def packed(visible: Tensor) -> Tensor:
     """Booleans [n, queries, keys] as words [n, queries, keys / 32], the first key in the lowest bit."""
     eight = visible.contiguous().view(torch.int64)
     return ((eight * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
+
+
+def words_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """Booleans [B, H, Q, KV] as words of blocks, [B, H, rows, columns, queries, keys / 32].
+
+    Pairs past the edge are hidden. Compilers can see through the operations.
+    """
+    (q_len, kv_len), (height, width) = visible.shape[2:], block_size
+    rows, columns = grid((q_len, kv_len), block_size)
+    padded = F.pad(visible, (0, columns * width - kv_len, 0, rows * height - q_len))
+    blocks = padded.unflatten(3, (columns, width)).unflatten(2, (rows, height)).transpose(3, 4)
+    words = packed(blocks.flatten(0, 3))
+    return words.view(*visible.shape[:2], rows, columns, height, width // BITS)
 
 
 def visible_in_words(words: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,4 +155,4 @@ def _get(cls: type[_Value], name: Any, params: Mapping[str, Any]) -> _Value:
     doubled = [n for n in params if n in given]
     if doubled:
         raise TypeError(f"flexmasks: `{doubled[0]}` is given twice: the {cls.kind} already has it.")
-    return cls.of(known.with_captured(), {**given, **params})
+    return cls.of(known, {**given, **params})

@@ -6,7 +6,7 @@ import dis
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.nn import Module
 
 # Packages whose functions, modules and classes are taken as constants.
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
+# Help for masks of users; what the rest of this library returns may follow from what users have registered.
+_HELP = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")
+_CODE = types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType
 # Names by which code can read any variable at all.
 _NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 _SKIPPED = {"CACHE", "NOP", "EXTENDED_ARG", "RESUME"}
@@ -44,6 +47,25 @@ def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
     return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
 
 
+def read_by(function: types.FunctionType) -> str:
+    """Return what a function reads besides its arguments and what libraries hold, in words, or ""."""
+    names, uncertainty = global_names(function.__code__)
+    if uncertainty:
+        return uncertainty.format(repr(function.__name__))
+    is_made_anew = "<" in function.__qualname__  # a lambda, or a function inside one: torch knows it by its code
+    if is_made_anew and (function.__defaults__ or function.__kwdefaults__):
+        return "the defaults of its parameters"
+    for name in names:
+        value = function.__globals__.get(name)
+        owner = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None))
+        is_constant = isinstance(value, _CODE) and (
+            owner in _HELP or (is_library(owner) and not owner.startswith("flexmasks"))
+        )
+        if name in function.__globals__ and not is_constant:
+            return f"the variable {name!r}"
+    return ""
+
+
 @lru_cache(maxsize=1024)
 def attributes_read(code: types.CodeType, name: str) -> Attributes | None:
     """Return the attributes that code, inner functions included, reads of a variable; None if it does anything else
@@ -65,20 +87,8 @@ def attributes_read(code: types.CodeType, name: str) -> Attributes | None:
     return found
 
 
-def method_as_function(method: types.MethodType) -> Callable[..., Any]:
-    """Return a function that calls a method, since torch.compile takes functions alone for constants."""
-    function, owner = method.__func__, method.__self__
-    return lambda *indices: function(owner, *indices)
-
-
-_OF_METHOD = method_as_function(types.MethodType(id, 0)).__code__
-
-
 def attributes_of(function: types.FunctionType, name: str) -> Attributes | None:
     """Return the attributes that a function reads of a variable, see `attributes_read`."""
-    if function.__code__ is _OF_METHOD and name == "owner":
-        cells = dict(zip(_OF_METHOD.co_freevars, function.__closure__ or (), strict=True))
-        return attributes_of_owner(cells["function"].cell_contents)
     return attributes_read(function.__code__, name)
 
 

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.code import method_as_function
 from flexmasks.spec.elsewhere import ADVICE, NAMES
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_dense, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.structure import is_empty
-from flexmasks.spec.templates import Captured, captured_of
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
 FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "factors", "compiled")
@@ -52,7 +50,6 @@ class Definition:
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "
-    captured: Captured | str | None = None  # by the functions, or why they cannot be read; None if nobody looked
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
     by_library: bool = field(init=False)
 
@@ -75,12 +72,6 @@ class Definition:
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
         return tuple([getattr(self, name) for name in FUNCTIONS])
 
-    def with_captured(self) -> Definition:
-        """The definition with ways to what its functions captured, which a user's torch.compile needs."""
-        if self.captured is not None or self.by_library or compat.is_compiling():
-            return self
-        return replace(self, captured=captured_of(*map(_as_function, self.functions)))
-
     @property
     def doc(self) -> str:
         return inspect.cleandoc(self.function.__doc__ or "")
@@ -93,7 +84,7 @@ class Definition:
     def __deepcopy__(self, memo: Any) -> Definition:
         """Return the definition itself, or that of a copied object: a module's copy needs masks that read the copy."""
         function = self.function if self.registered else _deep_copy_of(self.function, memo)
-        return self if function is self.function else replace(self, function=function, captured=None)
+        return self if function is self.function else replace(self, function=function)
 
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         if self.registered:
@@ -132,16 +123,6 @@ def _deep_copy_of(value: Any, memo: Any) -> Any:
             is_changed |= own.cell_contents is not cell.cell_contents
     memo[id(value)] = made if is_changed else value
     return memo[id(value)]
-
-
-def _as_function(function: Any) -> Any:
-    """Return a partial or a method as a function, since torch.compile takes functions alone for constants."""
-    if isinstance(function, types.MethodType):
-        return method_as_function(function)
-    if not isinstance(function, functools.partial):
-        return function
-    inner, args, keywords = function.func, function.args, function.keywords
-    return lambda *indices: inner(*args, *indices, **keywords)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
@@ -431,7 +412,7 @@ def is_by_library(kind: str, name: str) -> bool:
 def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
     """Return the definition of a function that a pickle stored. Raises TypeError for other arguments."""
     _check_stored(kind, name, is_right=callable(function))
-    return define(kind, function, name).with_captured()
+    return define(kind, function, name)
 
 
 def from_pickle(kind: str, name: str) -> Definition:

@@ -1,31 +1,27 @@
 """Masks and scores encoded for torch.compile, which can trace them: strings, numbers and tensors in tuples.
 
-A user's function is the name of its template, see `flexmasks.spec.templates`, and what it captured.
+A user's function is a name in a table, if it reads nothing but its arguments: ranges are computed behind torch's back,
+where a variable that changes would not be seen. Any other function only torch's tracing can read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 import types
 from typing import Any, NoReturn
 
 import torch
 
 from flexmasks import compat
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.graphs import Flat, text_of
+from flexmasks.spec.code import read_by
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
-from flexmasks.spec.structure import Opaque
-from flexmasks.spec.templates import captured_of, constants_in, made, noted, read
 from flexmasks.spec.values import Mask, Modifier, Score
 
-_MAKE_IT_OUTSIDE = (
-    "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
-)
-_PASS_THEM = (
-    "pass them by name, as parameters behind `*` in its signature: attention(..., mask=function, ids=ids); or "
-    f"{_MAKE_IT_OUTSIDE}"
-)
-_PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it with flexmasks.get_mask(function)."
-_PROBLEM = "problem: "  # begins the name of a template that cannot be made
+_READS = "reads"  # begins what stands in place of the name of functions that read other variables
+_FUNCTIONS: Part[tuple[Any, ...]] = Part(KINDS, "functions_in_graphs")
 
 
 class Unreadable(ValueError):
@@ -44,17 +40,14 @@ def encode(mask: Modifier, device: torch.device) -> Flat:
 
 def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
     definition = mask.definition
-    name, captured = definition.name, "()"
-    if not definition.by_library:
-        name, values = _name_and_captured(definition)
-        captured = text_of(tuple(values), leaves)
+    name = definition.name if definition.by_library else _name_of(definition)
     params = ""
     for key, value in mask.params.items():
         parameter = definition.parameters[key]
         if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
             value = parameter.tensor(value, device)
         params += f"({key!r}, {_text_of_value(value, device, leaves)}),"
-    return f"({definition.by_library}, {name!r}, {captured}, ({params}))"
+    return f"({definition.by_library}, {name!r}, ({params}))"
 
 
 def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
@@ -70,62 +63,49 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
     return text_of(("value", value), leaves)
 
 
-def is_readable(value: Modifier) -> bool:
-    """Whether all functions of a mask or score were looked into outside of the compiled function."""
-    return all(m.definition.by_library or isinstance(m.definition.captured, tuple) for m in value.inside())
-
-
-def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
-    """Return the name of the template of a user's functions, and what they captured."""
-    function, known = definition.function, definition.captured
-    what, captured = f"the {definition.kind} function {definition.name!r}", []
-    if isinstance(known, str):
-        _fail(f"{what} reads {known}, which torch.compile cannot follow; {_PASS_TENSORS}")
-    if known is None and not isinstance(function, types.FunctionType):
-        _fail(f"{what} is a {type(function).__name__}; {_MAKE_IT_OUTSIDE}")
-    if known is not None:
-        constants = constants_in(known.functions, known.constants)
-        name = f"{_noted(known.ways, known.text, constants, *known.functions)}"
-        captured = read(known.functions, known.leaves)
-    elif function.__code__.co_freevars:  # not a Mask made outside
-        _fail(f"{what} captures variables; {_PASS_THEM}")
-    else:
-        name = f"{_noted_alone(function)}"
-    if name.startswith(_PROBLEM):
-        _fail(f"{what} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}")
-    return name, captured
-
-
-@compat.constant_in_graphs
-def _noted(ways: str, text: str, constants: list[Any], *functions: Any) -> str:
-    # The name of the template of functions. torch traces anew where one of these arguments has changed.
-    captured = captured_of(*functions)
-    if isinstance(captured, str) or captured.ways != ways:
-        return f"{_PROBLEM}variables that hold another kind of value than when the Mask was made"
+def encode_if_readable(value: Modifier | None, device: torch.device) -> Flat | None:
+    """Return a mask or score encoded, or None. torch traces this function."""
     try:
-        return noted(*functions)
-    except Opaque as problem:
-        return f"{_PROBLEM}{problem}"
+        return None if value is None else encode(value, device)
+    except Unreadable:
+        return None
+
+
+def _name_of(definition: Definition) -> str:
+    """Return the name in the table of a user's functions. Raises Unreadable."""
+    for function in definition.functions:
+        if function is not None and not isinstance(function, types.FunctionType):
+            _fail(definition, f"is a {type(function).__name__}")
+        if function is not None and function.__code__.co_freevars:
+            _fail(definition, "captures variables")
+    name = f"{_named(*definition.functions)}"
+    if name.startswith(_READS):
+        _fail(definition, name)
+    return name
 
 
 @compat.constant_in_graphs
-def _noted_alone(function: Any) -> str:
-    # The name of the template of a function that captures nothing.
-    captured = captured_of(function)
-    if isinstance(captured, str) or captured.leaves or captured.constants:
-        return (
-            f"{_PROBLEM}{captured if isinstance(captured, str) else 'tensors, numbers or strings among its variables'}"
-        )
-    return noted(function, *[None] * (len(FUNCTIONS) - 1))
+def _named(*functions: Any) -> str:
+    """Put functions into the table and return their name, which is the same in every process, or what they read."""
+    reads = next((f"{_READS} {found}" for f in functions if f is not None and (found := read_by(f))), None)
+    if reads is not None:
+        return reads
+    contents = [None if f is None else (marshal.dumps(f.__code__), f.__defaults__, f.__kwdefaults__) for f in functions]
+    name = hashlib.sha256(repr(contents).encode()).hexdigest()
+    _FUNCTIONS.put(name, (), functions, FACT)
+    return name
 
 
 def decode(kind: str, encoded: Any) -> Modifier:
     """Return the mask or score of the tuples that functions of `in_graph` get in place of `encode`'s result."""
-    own, name, captured, params = encoded
-    if own:
+    by_library, name, params = encoded
+    if by_library:
         definition = from_pickle(kind, name)
     else:
-        definition = define(kind, **dict(zip(FUNCTIONS, made(name, captured), strict=True)))
+        functions = _FUNCTIONS.get(name)
+        if functions is None:
+            raise RuntimeError("flexmasks: a mask's function is missing; it was noted too long ago.")
+        definition = define(kind, **dict(zip(FUNCTIONS, functions, strict=True)))
     cls = Mask if kind == "mask" else Score
     return cls(definition, {key: value_of(kind, value) for key, value in params})
 
@@ -138,5 +118,9 @@ def value_of(kind: str, encoded: Any) -> Any:
     return encoded[1]
 
 
-def _fail(message: str) -> NoReturn:
-    raise Unreadable(f"flexmasks.attention: {message}")
+def _fail(definition: Definition, why: str) -> NoReturn:
+    raise Unreadable(
+        f"flexmasks.attention: the {definition.kind} function {definition.name!r} {why}: inside torch.compile write it "
+        "at the top level of a module, with tensors and numbers as parameters after `*`, and pass these by name, as in "
+        f"attention(..., {definition.kind}=function, ids=ids)."
+    )

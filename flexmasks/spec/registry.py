@@ -190,7 +190,7 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
         raise TypeError(f"flexmasks.register_{kind}: `relative` must be True or False, got {relative!r}.")
 
     def decorator(function: Function) -> Function:
-        made = replace(define(kind, function, name, **hooks), registered=True, relative=relative).with_captured()
+        made = replace(define(kind, function, name, **hooks), registered=True, relative=relative)
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         _check_compiled(made)

@@ -39,9 +39,6 @@ _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
-_CODE_TYPES = types.FunctionType, types.BuiltinFunctionType, type
-# What chooses what a function computes, but for whole and floating numbers, which are leaves.
-CONSTANTS = (*(_CONSTANT_TYPES | _WRITTEN_TYPES) - {int, float}, *_CODE_TYPES)
 _OF_EVERY_MODULE = ("__builtins__", "__name__")
 _MAX_ARRAY = 1 << 12  # bytes of a NumPy array that are read at each call
 
@@ -167,17 +164,16 @@ class Structure:
 
 
 def flatten(
-    value: Any, *, contents: bool = True, lifts: bool = False, elements: bool = False, by_name: bool = False
+    value: Any, *, contents: bool = True, lifts: bool = False, by_name: bool = False
 ) -> tuple[Structure, Leaves]:
     """Take a value apart.
 
     contents: whether the elements of sequences that become tensors, and the bounds of lengths, belong to the structure.
         Without them it describes a kernel, which takes the elements as inputs, and cannot be filled.
     lifts: leave out the numbers that `Modifier.resolve` makes tensors.
-    elements: whether numbers in tuples and lists are leaves, too.
     by_name: whether a tensor that stands in places of several names is a leaf of each name.
     """
-    walk = Walk(contents, lifts, elements, by_name)
+    walk = Walk(contents, lifts, by_name)
     return walk.structure(value), walk.leaves
 
 
@@ -274,26 +270,16 @@ class Readable:
         raise NotImplementedError
 
 
-Way = tuple[tuple[str, Any], ...]  # steps from a root: ("item", key), ("attribute", name), or last ("length", None)
-
-
 class Walk:
-    """One walk through a value, see `flatten`. Places are the fields of a `Place`.
+    """One walk through a value, see `flatten`. Places are the fields of a `Place`."""
 
-    ways: with `elements`, the ways from the value to tensors, to numbers and to constants. What is in several places is
-        taken at each of them, because one of them may change.
-    """
-
-    def __init__(
-        self, contents: bool = True, lifts: bool = False, elements: bool = False, by_name: bool = False
-    ) -> None:
-        self.contents, self.lifts, self.elements, self.by_name = contents, lifts, elements, by_name
+    def __init__(self, contents: bool = True, lifts: bool = False, by_name: bool = False) -> None:
+        self.contents, self.lifts, self.by_name = contents, lifts, by_name
         self.leaves = Leaves()
         self._unreadable, self._is_whole = "", True
         self._global_depth = 0
         self._count = 0  # of parts
         self._reached = 0  # tensors, those reached again included, and parts that are not finished
-        self.ways: tuple[list[Way], list[Way], list[Way]] = [], [], []
         # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
         # once its object dies.
         self.seen: dict[int, tuple[int, Any, Any]] = {}
@@ -313,11 +299,8 @@ class Walk:
         place: None in a tuple or list, where numbers are constants.
         """
         kind = type(value)
-        if self.elements and place is not None and kind in CONSTANTS:
-            way = self._way(place)
-            self.ways[2].extend([way] if len(way) > 1 else [])  # all know what the root itself holds
         if kind in _CONSTANT_TYPES:
-            if kind is int and place is not None and (self.elements or -MOST <= value <= MOST):
+            if kind is int and place is not None and -MOST <= value <= MOST:
                 return self._number(value, place, value > 0)
             return (kind, value), lambda _: value
         if kind in _WRITTEN_TYPES:
@@ -387,40 +370,9 @@ class Walk:
         number, _, former = known
         if number not in self._recipes:  # it holds itself
             return False
-        if self.by_name and isinstance(value, Tensor):
-            return _name_of(former) != _name_of(place)
-        return self.elements and isinstance(value, Tensor | tuple | list | dict)
-
-    def _way(self, place: Any) -> Way:
-        """The way from the root to a place."""
-        steps: list[tuple[str, Any]] = []
-        while place is not None:
-            holder, kind, key = place
-            value, place = self.seen[holder][1:] if holder in self.seen else self._owners[holder]
-            if kind == "variable":
-                cell = value.__code__.co_freevars.index(key)
-                steps[:0] = ("attribute", "__closure__"), ("item", cell), ("attribute", "cell_contents")
-            elif kind == "default":
-                first = value.__code__.co_argcount - len(value.__defaults__)
-                steps[:0] = ("attribute", "__defaults__"), ("item", value.__code__.co_varnames.index(key) - first)
-            elif kind == "argument":
-                steps[:0] = ("attribute", "args"), ("item", key)
-            elif kind == "global variable":
-                steps[:0] = ("attribute", "__globals__"), ("item", key)
-            elif key == "__dict__":  # torch 2.11 does not trace this name
-                steps[:1] = [("attribute", name) for _, name in steps[:1]]
-            else:
-                steps.insert(0, (kind, key))
-        return tuple(steps)
-
-    def _length(self, value: Any) -> None:
-        place = self.seen[id(value)][2]
-        if self.elements and place is not None and place[2] != "__dict__":
-            self.ways[2].append((*self._way(place), ("length", None)))
+        return self.by_name and isinstance(value, Tensor) and _name_of(former) != _name_of(place)
 
     def _number(self, value: int | float, place: Any, sign: bool | None) -> tuple[Hashable, Recipe]:
-        if self.elements:
-            self.ways[1].append(self._way(place))
         n = len(self.leaves._numbers)
         self.leaves._numbers.append((place, value, self._global_depth > 0))
         return ("number", sign), lambda filling: filling.numbers[n]
@@ -430,8 +382,6 @@ class Walk:
         self._reach_tensor()
         self.leaves.tensors.append(value)
         self.leaves._places.append(self.seen[id(value)][2])
-        if self.elements:
-            self.ways[0].append(self._way(self.seen[id(value)][2]))
         attributes: dict[str, Any] = {}
         if type(value) in (Tensor, torch.nn.Parameter):
             # torch.compile notes attributes of its own on tensors; they change nothing.
@@ -442,7 +392,6 @@ class Walk:
         return (Tensor, value.dtype, value.ndim, of_attributes), lambda filling: filling.tensors[n]
 
     def _dict(self, value: dict[Any, Any]) -> tuple[Hashable, Recipe]:
-        self._length(value)
         keys: list[Hashable] = [dict]
         recipes = {}
         for k, v in value.items():
@@ -452,14 +401,13 @@ class Walk:
 
     def _sequence(self, value: Any) -> tuple[Hashable, Recipe]:
         kind = type(value)
-        self._length(value)
-        if not self.elements and value and type(value[0]) is int and set(map(type, value)) == {int}:
+        if value and type(value[0]) is int and set(map(type, value)) == {int}:
             kept = tuple(value)
             return (kind, int, kept), lambda _: kind(kept)
         keys: list[Any] = [kind]
         recipes = []
-        for n, v in enumerate(value):
-            key, recipe = self.take(v, (id(value), "item", n) if self.elements else None)
+        for v in value:
+            key, recipe = self.take(v)
             keys.append(key)
             recipes.append(recipe)
         return tuple(keys), lambda filling: kind(filling.sequence(recipes))
@@ -481,7 +429,7 @@ class Walk:
         return key, lambda filling: types.MethodType(function(filling), owner(filling))
 
     def _of_numpy(self, value: Any) -> tuple[Hashable, Recipe]:
-        if self.elements or value.dtype.hasobject or value.nbytes > _MAX_ARRAY:
+        if value.dtype.hasobject or value.nbytes > _MAX_ARRAY:
             return self.refuse("a NumPy scalar" if isinstance(value, np.generic) else "a NumPy array")
         return (type(value), value.dtype.str, value.shape, value.tobytes()), _kept(value.copy())
 

@@ -564,7 +564,7 @@ def to_mask(value: Any) -> Mask:
         return Mask.of(definition("mask", value), {})
     if (pairs := of_pairs("mask", value)) is not None:
         return Mask.of(*pairs)
-    return value if isinstance(value, Mask) else Mask.of(define("mask", value).with_captured(), {})
+    return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
 
 
 def _combine(operator: Definition, *operands: Any) -> Mask:

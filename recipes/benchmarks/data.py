@@ -182,7 +182,7 @@ def _refused(call: Call, backend: str) -> dict[str, str | None]:
     """Return why a backend may compute a form wrongly, or not at all, by form."""
     if backend == "flex_flash":
         return {FUNCTION: flex_flash.refuses(call), DATA: fa4_package.refuses_package(call)}
-    return {FUNCTION: forms.why_inexact(call)}
+    return {FUNCTION: forms.why_bits(call)}
 
 
 def _made_data(call: Call) -> tuple[MaskData, float]:
