@@ -297,9 +297,17 @@ def _mend_gradients_of_scores() -> None:
     create = named("trace_gradients")
     operators = importlib.import_module("torch._higher_order_ops.flex_attention")
 
-    def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
+    def create_fw_bw_graph(score_mod: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        def of_both(score: Tensor, b: Tensor, *others: Tensor) -> Tensor:
+            return torch.where(b >= 0, score_mod(score, b, *others), score)
+
         with torch.autograd.set_multithreading_enabled(False):
-            forward, backward = create(*args, **kwargs)
+            try:
+                forward, backward = create(score_mod, *args, **kwargs)
+            except RuntimeError as error:  # torch 2.15 refuses a score that does not depend on the given one
+                if "to depend on score" not in str(error):
+                    raise
+                forward, backward = create(of_both, *args, **kwargs)
         _mend_backward(backward)
         return forward, backward
 

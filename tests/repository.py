@@ -22,7 +22,7 @@ def files() -> list[str]:
         places = [place for place in ROOT.iterdir() if not (place / "pyvenv.cfg").exists()]
         found = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
         names = [file.relative_to(ROOT) for file in found if file.is_file()]
-        return [str(name) for name in names if not _CACHES & set(name.parts)]
+        return [str(name) for name in names if not (_CACHES & set(name.parts) or ".egg-info" in str(name))]
     folders = tuple({name.partition("/")[0] + "/" for name in known if "/" in name})
     new = [name for name in _listed("--others", "--exclude-standard") or () if name.startswith(folders)]
     return [name for name in known + new if (ROOT / name).exists()]  # deleted files are listed until the next commit
