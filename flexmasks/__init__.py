@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from flexmasks import masks as masks
 from flexmasks import orders as orders
-from flexmasks import pictures as pictures
 from flexmasks import plans as plans
 from flexmasks import scores as scores
 from flexmasks.attention import attention as attention
@@ -71,6 +70,15 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{found}")
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
+
+
+def _html_of(value: Mask | Score) -> str:
+    from flexmasks.pictures.show import html_of  # imported at the first use
+
+    return html_of(value)
+
+
+Mask.to_html = Score.to_html = staticmethod(_html_of)
 
 
 def __dir__() -> list[str]:

@@ -15,18 +15,17 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from flexmasks import __version__
+from flexmasks import __version__, get_mask, get_score, list_masks, list_scores
 from flexmasks.pictures.output import check_kind, check_writable, text_width
-from flexmasks.spec.arguments import get_mask, get_score
-from flexmasks.spec.definitions import Definition, definition
-from flexmasks.spec.parameters import describe
-from flexmasks.spec.registry import list_masks, list_scores
+
+if TYPE_CHECKING:
+    from flexmasks.extend import Definition
 
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
@@ -162,6 +161,7 @@ def tables(long: bool = False) -> str:
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.bench.compare import compare
+    from flexmasks.extend import definition
 
     on_gpu = torch.cuda.is_available()
     if arguments.device == "cuda" and not on_gpu:
@@ -209,7 +209,8 @@ def import_modules(modules: list[str]) -> None:
 
 
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
-    from flexmasks.pictures.show import draw
+    from flexmasks import draw  # this and `extend` take longer to import than a list takes
+    from flexmasks.extend import definition
 
     name, length, width = arguments.name, arguments.length or 4096, text_width()
     named = [e for e in (*list_masks(), *list_scores()) if e.name == name]  # a mask and a score may share a name
@@ -276,7 +277,9 @@ class _Shown(reprlib.Repr):
         return f"{text[:-1]} {len(x)} values)" if len(x) > self.maxtuple and level > 0 else text
 
     def repr_Tensor(self, x: Tensor, level: int) -> str:
-        return describe(x)
+        from flexmasks.extend import in_message
+
+        return in_message(x)
 
 
 _SHOWN = _Shown()

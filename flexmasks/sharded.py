@@ -34,6 +34,12 @@ class PlaceInCall(NamedTuple):
         """Return the part of a call with `length` positions, by default those of the keys."""
         return PartOfCall(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
 
+    def sinks_of(self, sinks: Tensor | None, heads: int) -> Tensor | None:
+        """Return those of the first `heads` heads of the process."""
+        if sinks is None or sinks.shape != (self.heads,):  # `attention` says what is wrong
+            return sinks
+        return sinks.narrow(0, self.first_head, heads)
+
     def is_whole(self, q: Tensor) -> bool:
         """Return whether q has all batch elements and heads."""
         return (self.batch, self.heads) == q.shape[:2]
@@ -60,10 +66,10 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
         length = max(k.shape[2], int(request.q_offset or 0) + q.shape[2])
         part = place.part(length)
         mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
-    sinks = sinks_of_part(whole(request.sink_logits, q), place, q_part.shape[1])
+    sinks = place.sinks_of(whole(request.sink_logits, q), q_part.shape[1])
     request = request._replace(mask=mask, score=score, params={}, sink_logits=sinks)
     results = [x for x in calls.run(q_part, k_part, v_part, request) if x is not None]
-    out, *lse = joined(results, [q_part, k_part, v_part, *learned(mask, score, sinks)])
+    out, *lse = joined(results, [q_part, k_part, v_part, mask, score, sinks])
     sharded_out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
     return sharded_out, as_sharded(lse[0], q, q.shape[:3]) if lse else None
 
@@ -88,6 +94,7 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
 
 
 def place_of(q: DTensor) -> PlaceInCall:
+    """Return which batch elements and heads of a DTensor [B, H, S, D] this process holds."""
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
     return PlaceInCall(q.shape[0], q.shape[1], first_batch, first_head)
 
@@ -133,12 +140,6 @@ def _has_dtensors(value: Any) -> bool:
     )
 
 
-def sinks_of_part(sinks: Tensor | None, place: PlaceInCall, heads: int) -> Tensor | None:
-    if sinks is None or sinks.shape != (place.heads,):  # `attention` says what is wrong
-        return sinks
-    return sinks.narrow(0, place.first_head, heads)
-
-
 def as_sharded(x: Tensor, q: DTensor, shape: tuple[int, ...] | torch.Size) -> DTensor:
     """Return a process's part of an output as a DTensor, sharded as q is."""
     strides = [1]
@@ -162,20 +163,13 @@ class _Joined(torch.autograd.Function):
         return (None, *gradients, *[None] * ctx.others)
 
 
-def joined(results: list[Tensor], exchanged: Sequence[Tensor]) -> list[Tensor]:
-    """Return results whose backward pass exchanges the gradients of `exchanged`.
+def joined(results: list[Tensor], exchanged: Sequence[Tensor | Mask | Score | None]) -> list[Tensor]:
+    """Return results whose backward pass exchanges the gradients of `exchanged`, and of tensors in it.
 
     Other processes wait for it, also where the results do not depend on them because no key is visible.
     """
-    exchanged = [x for x in exchanged if x.requires_grad]
-    if compat.is_compiling() or not torch.is_grad_enabled() or not exchanged:
+    if compat.is_compiling() or not torch.is_grad_enabled():
         return results
-    return list(_Joined.apply(len(results), *results, *exchanged))
-
-
-def learned(*values: Mask | Score | Tensor | None) -> list[Tensor]:
-    """Return the tensors of a call's mask, score and sinks that require gradients."""
-    if compat.is_compiling():
-        return []
-    tensors = [t for x in values if x is not None for t in ([x] if isinstance(x, Tensor) else x.tensors())]
-    return [t for t in tensors if t.requires_grad]
+    tensors = [t for x in exchanged if x is not None for t in ([x] if isinstance(x, Tensor) else x.tensors())]
+    learned = [t for t in tensors if t.requires_grad]
+    return list(_Joined.apply(len(results), *results, *learned)) if learned else results

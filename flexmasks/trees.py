@@ -19,18 +19,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from flexmasks.attention import block_mask
-from flexmasks.compat import BlockMask
-from flexmasks.planning import Plan
-from flexmasks.planning import plan as plan_of
-from flexmasks.plans.checks import described
-from flexmasks.spec.arguments import get_mask
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.indexing import at
-from flexmasks.spec.parameters import device_named, freeze, in_message
-from flexmasks.spec.values import Mask
+from flexmasks import Mask, Plan, block_mask, get_mask
+from flexmasks import plan as plan_of
+from flexmasks.extend import as_number, device_named, in_message, says_what_to_write
 
 _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
 
@@ -217,14 +211,14 @@ class TreePages(NamedTuple):
         """
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4 or (len(x), x.shape[2]) != self.shape:
             wanted = f"`x` must be a tensor [R, H, N, D] = [{self.shape[0]}, H, {self.shape[1]}, D]"
-            raise ValueError(f"flexmasks.trees.TreePages.filled: {wanted}, got {described(x)}.")
+            raise ValueError(f"flexmasks.trees.TreePages.filled: {wanted}, got {in_message(x)}.")
         rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.places.clamp(min=0).flatten())
         return rows.view(*self.places.shape, *rows.shape[1:]).masked_fill((self.places < 0)[..., None, None], 0)
 
 
 def _at_least(least: int, call: str, name: str, value: Any) -> int:
     """Return an argument that is an int, also NumPy's, of at least `least`."""
-    number = freeze(value)
+    number = as_number(value)
     if type(number) is not int or number < least:
         raise ValueError(
             f"flexmasks.trees.{call}: `{name}` must be an int of at least {least}, got {in_message(value)}."
@@ -237,7 +231,7 @@ def _check(call: str, x: Any, rows: torch.Size, dims: int | None = None) -> None
     if not isinstance(x, Tensor) or x.is_nested or x.shape[:2] != rows or dims not in (None, x.ndim):
         many = "" if dims is None else f" of {dims} dimensions"
         wanted = f"a tensor{many} whose first dimensions are {list(rows)}"
-        raise ValueError(f"flexmasks.trees.{call}: expected {wanted}, got {described(x)}.")
+        raise ValueError(f"flexmasks.trees.{call}: expected {wanted}, got {in_message(x)}.")
 
 
 def windowed(mask: Mask, window: int, depths: list[Tensor]) -> Mask:
@@ -251,7 +245,8 @@ def windowed(mask: Mask, window: int, depths: list[Tensor]) -> Mask:
 
 
 def _within_path(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int, depth: Tensor) -> Tensor:
-    return at(depth, b, q) - at(depth, b, kv) <= window
+    of_q, of_kv = (depth[b, q], depth[b, kv]) if depth.ndim == 2 else (depth[q], depth[kv])
+    return of_q - of_kv <= window
 
 
 def parents_in(mask: Mask) -> list[Any]:
@@ -283,7 +278,7 @@ def _vocabulary(states: Tensor, head: Callable[[Tensor], Tensor] | None) -> int:
         logits = head(states[:1])
     if not isinstance(logits, Tensor) or logits.shape[:-1] != (1,):
         wanted = f"`head` must make logits [n, V] of hidden states [n, D] = {list(states[:1].shape)}"
-        raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, it made {described(logits)}.")
+        raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, it made {in_message(logits)}.")
     return logits.shape[1]
 
 
@@ -362,7 +357,7 @@ def _each(name: str, given: Iterable[Tokens]) -> list[Tokens]:
     try:
         return list(given)
     except TypeError:
-        got = described(given) if isinstance(given, Tensor) else in_message(given)
+        got = in_message(given)
         raise TypeError(f"flexmasks.trees.pack: `{name}` must be a list of sequences of tokens, got {got}.") from None
 
 
@@ -386,7 +381,7 @@ def _array(tokens: Tokens) -> np.ndarray[Any, Any]:
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of torch and NumPy; what is wrong is said below
         made = tokens.detach().cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
     if made.ndim != 1 or (made.size and not np.issubdtype(made.dtype, np.integer)):
-        got = described(tokens) if isinstance(tokens, Tensor) else in_message(tokens)
+        got = f"{in_message(tokens)}{f' on {tokens.device}' if isinstance(tokens, Tensor) else ''}"
         raise TypeError(f"flexmasks.trees.pack: a sequence must be integers [length], got {got}.")
     if made.size and not 0 <= int(made.min()) <= int(made.max()) < 1 << 63:
         got = f"tokens from {made.min()} to {made.max()}"

@@ -17,7 +17,8 @@ from benchmarks.results import Row as Row
 from benchmarks.results import machine
 from benchmarks.runner import attention_tflops, measure_passes
 from flexmasks import Mask, attention, dense_mask
-from flexmasks.pictures.output import progress, write
+from flexmasks.bench.clock import progress
+from flexmasks.pictures.output import write
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 import flexmasks
 from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start, textbook
-from flexmasks.bench.clock import interleaved, synchronize
-from flexmasks.pictures.output import progress
+from flexmasks.bench.clock import interleaved, progress, synchronize
 
 # batch, heads, key heads, room, head size
 CHECKED_SHAPE = (3, 4, 2, 512, 64)

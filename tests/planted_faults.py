@@ -586,12 +586,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "integrations/distributed/attention.py",
-        "key = of_mask, *sizes, call.parts",
-        "key = of_mask, call.parts",
+        "made((of_mask, *sizes, call.parts)",
+        "made((of_mask, call.parts)",
         ("tests/test_distributed_plan.py",),
     ),
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
-    Fault("sharded.py", "sinks.narrow(0, place.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
+    Fault("sharded.py", "sinks.narrow(0, self.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
     # --- calls, caches, orders, threads, pictures ---
     Fault(
         "cache.py",

@@ -1,4 +1,4 @@
-"""The device that a command runs on, and times of interleaved runs: wall time, or a GPU's own time."""
+"""The device that a command runs on, its messages, and times of interleaved runs: wall time, or a GPU's own time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,6 +16,14 @@ from torch import Tensor
 Clock = Callable[[Callable[[], object], torch.device], float]
 WARMUP_RUNS = 2
 _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs to start a backward pass
+
+
+def progress(message: str) -> None:
+    """Show a message on stderr; in a terminal it replaces the last message."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
+    elif message:
+        print(f"... {message}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: torch.device) -> None:

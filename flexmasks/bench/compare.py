@@ -12,10 +12,8 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.bench.clock import device_name, interleaved, synchronize
-from flexmasks.pictures.output import progress
-from flexmasks.spec.values import Mask, Score
+from flexmasks import Mask, Score, attention, block_mask, dense_mask, explain
+from flexmasks.bench.clock import device_name, interleaved, progress, synchronize
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RUNS = 7

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.bench.clock import device_name, synchronize
+from flexmasks import attention, block_mask, dense_mask, draw, explain
+from flexmasks.bench.clock import device_name, progress, synchronize
 from flexmasks.bench.compare import Attend, pass_times
-from flexmasks.pictures.output import progress
-from flexmasks.pictures.show import draw
 
 _CHECKED_HEADS = 2  # checking all heads in float64 would take long and show nothing new
 

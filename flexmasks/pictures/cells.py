@@ -7,7 +7,6 @@ score is evaluated at a few places of each cell.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,19 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.build import build
-from flexmasks.blocks.decide import dependence
-from flexmasks.blocks.elements import MaskMod, over_indices
-from flexmasks.blocks.lists import of_block_mask
-from flexmasks.blocks.strips import count_in_strips
-from flexmasks.blocks.work import Work
-from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.naming import naming
-from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.shifted import Offset, shifted_mask
-from flexmasks.plans.sizes import sized
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Modifier, Score
+from flexmasks import Mask, Score
+from flexmasks.extend import MaskOverLengths, ScoreOverLengths, Size
 
 SKIPPED, HIDDEN, PARTIAL, VISIBLE = range(4)  # kinds of a mask's cells
 _PLACES = 4  # positions evaluated along each axis of a score's cell
@@ -54,16 +42,12 @@ class MaskCells:
     Raises ValueError or TypeError if the mask cannot be evaluated.
     """
 
-    def __init__(self, plan: MaskPlan, b: int, h: int) -> None:
-        size = plan.size
-        mod = shifted_mask(plan.value.bind(plan.value.resolve(sized(size, plan.offset))), plan.offset)
-        self.name = _short(plan.value)
-        self.q_len, self.kv_len, self.block_size = size.q_len, size.kv_len, plan.block_size
-        self._device = size.device
-        self._mod: MaskMod = lambda _b, _h, q, kv: mod(_b + b, _h + h, q, kv)
-        with naming(plan.value):
-            self.counts = count_in_strips(self._mod, self.q_len, self.kv_len, self.block_size, self._device)
-        self.element = _element(b, h, size, functools.partial(self._depends, mod))
+    def __init__(self, mask: MaskOverLengths, b: int, h: int) -> None:
+        self.name = _short(mask.mask)
+        self.q_len, self.kv_len, self.block_size = mask.size.q_len, mask.size.kv_len, mask.block_size
+        self.counts = mask.counts(b, h)
+        self.element = _element(b, h, mask.size, mask.depends)
+        self._visible_in = functools.partial(mask.visible_in, b=b, h=h)
 
     def grid(self, rows: int, columns: int) -> Grid:
         """At most this many rows and columns of cells, whose sides divide those of a block or are multiples of them."""
@@ -72,11 +56,11 @@ class MaskCells:
         return Grid(self._kinds((queries, keys)), (queries, keys))
 
     def _kinds(self, cell: tuple[int, int]) -> Tensor:
-        any_visible, all_visible = self._visible(cell)
+        any_visible, all_visible = self._visible_in(cell)
         computed = any_visible
         blocks = max(cell[0], self.block_size[0]), max(cell[1], self.block_size[1])
         if blocks != cell:
-            computed = self._visible(blocks)[0]
+            computed = self._visible_in(blocks)[0]
             for dim in (0, 1):
                 computed = computed.repeat_interleave(blocks[dim] // cell[dim], dim)
                 computed = computed.narrow(dim, 0, any_visible.shape[dim])
@@ -85,24 +69,6 @@ class MaskCells:
                 all_visible.select(dim, -1).fill_(False)
         hidden = torch.where(computed, HIDDEN, SKIPPED)
         return torch.where(all_visible, VISIBLE, torch.where(any_visible, PARTIAL, hidden))
-
-    def _visible(self, cell: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        mod, (q_len, kv_len) = self._mod, (self.q_len, self.kv_len)
-        beyond = -q_len % cell[0], -kv_len % cell[1]
-        if any(beyond):  # positions past the edge repeat the last query and the last key
-            unclamped = mod
-            mod = lambda b, h, q, kv: unclamped(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))  # noqa: E731
-        lengths = q_len + beyond[0], kv_len + beyond[1]
-        layout = build(mod, 1, 1, *lengths, self._device, cell, work=Work.bounded(math.prod(lengths)))
-        partial, full = (x[0, 0].cpu() for x in of_block_mask(layout.block_mask(mod)))
-        return partial | full, full
-
-    def _depends(self, mod: MaskMod, n: int, dim: int) -> bool:
-        """Whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
-        try:
-            return dependence(mod, *((n, 1), (1, n))[dim], self._device)[dim] > 1
-        except (ValueError, TypeError, LookupError, RuntimeError):  # the function has data for one index only
-            return True
 
 
 class ScoreCells:
@@ -114,12 +80,12 @@ class ScoreCells:
     Raises ValueError or TypeError if the score change cannot be evaluated.
     """
 
-    def __init__(self, score: Score, size: Size, offset: Offset, b: int, h: int) -> None:
-        self.name = _short(score)
+    def __init__(self, score: ScoreOverLengths, b: int, h: int) -> None:
+        size = score.size
+        self.name = _short(score.score)
         self.q_len, self.kv_len = size.q_len, size.kv_len
         self._score, self._device, self._at = score, size.device, (b, h)
-        self._mod = over_indices(ScorePlan(score, size, offset).mod(), (0,))
-        added = [self._changed(score, *self._places(16, 16)) - score for score in (0.0, 1.0, -3.0)]
+        added = [self._changed(n, *self._places(16, 16)) - n for n in (0.0, 1.0, -3.0)]
         if all(_nearly_equal(added[0], other) for other in added):
             self.kind = "bias"
         else:
@@ -158,8 +124,7 @@ class ScoreCells:
         own_b, own_h = (torch.tensor([n], device=self._device) for n in self._at)
         at = (own_b if b is None else b, own_h if h is None else h, q, kv)
         scores = torch.full([len(x) for x in at], score, device=self._device)
-        with naming(self._score), torch.no_grad():
-            changed = self._mod(scores, *at).float().cpu()
+        changed = self._score.changed(scores, *at).float().cpu()
         return changed[0, 0] if b is None and h is None else changed
 
     def _depends(self, n: int, dim: int) -> bool:
@@ -172,7 +137,7 @@ class ScoreCells:
         return not _nearly_equal(changed, changed.narrow(dim, 0, 1).expand_as(changed))
 
 
-def _short(value: Modifier) -> str:
+def _short(value: Mask | Score) -> str:
     long = r"\(((?:[^(),]+, ){2}[^(),]+), (?:[^(),.]+, ){5,}[^(),]+\)"
     return re.sub(long, lambda m: f"({m[1]}, ... {m[0].count(',') + 1} values)", repr(value))
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Parameter, Size
-from flexmasks.spec.values import Modifier
+from flexmasks import Mask, Score
+from flexmasks.extend import Parameter, Size
 
 _DEFAULT_LENGTH = 1024
 _LONGEST_SUGGESTED = 1 << 16
 
 
-def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
+def accepted_lengths(value: Mask | Score, b: int, h: int) -> tuple[int, int]:
     """The first numbers of queries and keys that the parameters accept: those that they suggest, the lengths of their
     tensors, powers of two. If none are accepted, the suggested ones.
 
@@ -37,7 +37,7 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
     return suggested
 
 
-def suggested_lengths(value: Modifier) -> tuple[int, int]:
+def suggested_lengths(value: Mask | Score) -> tuple[int, int]:
     """The numbers of queries and keys that parameters suggest, in this order: the lengths of tensors with one element
     for each position; a canvas's height times width; the largest number in other tensors, such as lengths and offsets,
     where parameters named kv_... count for the keys; four times the largest number, so that a window shows well; 1024.
@@ -80,10 +80,10 @@ def _tensor(parameter: Parameter, given: Any) -> Tensor | None:
         return None
 
 
-def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
+def _parameters(value: Mask | Score) -> Iterator[tuple[Parameter, Any]]:
     """Yield parameters, also of inner masks or scores over the same positions."""
     for name, given in value.params.items():
-        inner = [v for v in (given if isinstance(given, tuple) else (given,)) if isinstance(v, Modifier)]
+        inner = [v for v in (given if isinstance(given, tuple) else (given,)) if isinstance(v, Mask | Score)]
         if not inner:
             yield value.definition.parameters[name], given
         elif value.definition.inner_size is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ WIDEST_TEXT = 80  # characters
 
 def text_width() -> int:
     return min(shutil.get_terminal_size().columns, WIDEST_TEXT)
-
-
-def progress(message: str) -> None:
-    """Show a message on stderr; in a terminal it replaces the last message."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
-    elif message:
-        print(f"... {message}", file=sys.stderr, flush=True)
 
 
 def check_columns(columns: Any) -> int:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
+from flexmasks import Mask, Score, get_mask, get_score, list_masks, list_scores
+from flexmasks.extend import (
+    MaskLike,
+    MaskOverLengths,
+    ScoreLike,
+    ScoreOverLengths,
+    as_number,
+    define,
+    says_what_to_write,
+)
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
 from flexmasks.pictures.output import CALL, check_columns
 from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
-from flexmasks.plans.lengths import Lengths, plan_mask
-from flexmasks.spec.arguments import Ints, MaskLike, ScoreLike, get_mask, get_score
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import define
-from flexmasks.spec.parameters import as_number, listed
-from flexmasks.spec.registry import list_masks, list_scores
-from flexmasks.spec.values import Mask, Modifier, Score
 
 _SINGLE_PAIRS_UP_TO = 128  # positions; longer pictures show blocks
 
@@ -35,7 +39,7 @@ def draw(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Ints = 0,
+    q_offset: int | Tensor | Sequence[int] = 0,
     **params: Any,
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
@@ -55,8 +59,8 @@ def draw(
         accepted = accepted_lengths(value, b, h)
         q_len, kv_len = accepted[0], kv_len or accepted[1]
     if batch is None:
-        starts = listed(q_offset, None)
-        batch = value.implied_size("B") or (len(starts) if isinstance(starts, Tensor) and starts.ndim else None)
+        is_sequence = isinstance(q_offset, Sequence) or getattr(q_offset, "ndim", 0) > 0
+        batch = value.implied_size("B") or (len(cast(Tensor, q_offset)) if is_sequence else None)
     heads = value.implied_size("H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
         if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
@@ -65,14 +69,14 @@ def draw(
     if isinstance(value, Score):
         if heads is None:
             heads = max(8, h + 1) if value.definition.registered else h + 1
-        size, _, offset = Lengths(q_len, kv_len, batch, heads, None, q_offset).check(CALL, value)
-        return ScorePicture(ScoreCells(value, size, offset, b, h))
+        sizes = {"batch": batch, "heads": heads, "q_offset": q_offset}
+        return ScorePicture(ScoreCells(ScoreOverLengths(CALL, value, q_len=q_len, kv_len=kv_len, **sizes), b, h))
     heads = h + 1 if heads is None else heads
     if block_size is None:
         short = all(n is None or (type(n) is int and n <= _SINGLE_PAIRS_UP_TO) for n in (q_len, kv_len))
         block_size = 1 if short else 128
-    plan = plan_mask(CALL, value, Lengths(q_len, kv_len, batch, heads, None, q_offset, block_size))
-    return MaskPicture(MaskCells(plan, b, h))
+    sizes = {"batch": batch, "heads": heads, "q_offset": q_offset, "block_size": block_size}
+    return MaskPicture(MaskCells(MaskOverLengths(CALL, value, q_len=q_len, kv_len=kv_len, **sizes), b, h))
 
 
 @says_what_to_write()
@@ -86,7 +90,7 @@ def show(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Ints = 0,
+    q_offset: int | Tensor | Sequence[int] = 0,
     columns: int | None = None,
     **params: Any,
 ) -> None:
@@ -151,7 +155,7 @@ def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
         is_mask, is_score = (any(e.name == given for e in entries) for entries in (list_masks(), list_scores()))
         wraps_score = any(isinstance(v, Score) for v in params.values())  # such as packed(inner=...)
         is_score = is_score and (wraps_score or not is_mask)
-    elif isinstance(given, Modifier):
+    elif isinstance(given, Mask | Score):
         is_score = isinstance(given, Score)
     else:
         is_score = not _defines("mask", given) and _defines("score", given)

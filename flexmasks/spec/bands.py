@@ -65,6 +65,7 @@ class Factors:
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
+    """Return a mask as a window at these sizes, None if it is none or its definition does not say."""
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])

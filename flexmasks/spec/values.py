@@ -61,7 +61,7 @@ class Modifier(Readable):
     __array_ufunc__ = None  # NumPy's arrays leave `&` and `|` to masks, which say what to write
     definition: Definition
     params: Mapping[str, Any]
-    to_html: ClassVar[Callable[[Any], str]]  # set by flexmasks.pictures
+    to_html: ClassVar[Callable[[Any], str]]  # set by the package
 
     def __init__(self, definition: Definition | None = None, params: Mapping[str, Any] | None = None) -> None:
         if params is None or not isinstance(definition, Definition):

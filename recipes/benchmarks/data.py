@@ -17,10 +17,9 @@ from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import measure_passes
 from flexmasks.backends import fa4_package, flex, flex_flash, forms
 from flexmasks.backends.call import Call
-from flexmasks.bench.clock import wall_milliseconds
+from flexmasks.bench.clock import progress, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
-from flexmasks.pictures.output import progress
 from flexmasks.planned import plan_call
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.request import Request

@@ -21,7 +21,7 @@ from benchmarks.model import Sizes
 from benchmarks.results import Row
 from benchmarks.steps_tables import OURS, PLAIN
 from flexmasks.backends.fa4_package import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
-from flexmasks.pictures.output import progress
+from flexmasks.bench.clock import progress
 
 CALLS, STEPS = "first calls", "first steps"
 _CASES = ("causal", "sliding_window & a lambda", "softcap", "documents")

@@ -19,9 +19,8 @@ from benchmarks.processes import Processes
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.steps_tables import OURS, github_table
 from flexmasks.attention import attention
-from flexmasks.bench.clock import synchronize
+from flexmasks.bench.clock import progress, synchronize
 from flexmasks.integrations import distributed
-from flexmasks.pictures.output import progress
 from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tabulate import tabulate
 
-from flexmasks.bench.clock import device_name
-from flexmasks.pictures.output import progress, write
+from flexmasks.bench.clock import device_name, progress
+from flexmasks.pictures.output import write
 from flexmasks.spec.registry import list_masks
 
 Row = dict[str, Any]

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from benchmarks import private_torch
 from benchmarks.memory import peak_bytes
-from flexmasks.bench.clock import WARMUP_RUNS, Clock, device_milliseconds, interleaved, synchronize, wall_milliseconds
-from flexmasks.pictures.output import progress
+from flexmasks.bench.clock import (
+    WARMUP_RUNS,
+    Clock,
+    device_milliseconds,
+    interleaved,
+    progress,
+    synchronize,
+    wall_milliseconds,
+)
 
 _STEPS_BEFORE_TIMING = 4  # plans of new tensors are exact at first, then recorded, then captured
 _COUNTED_STEPS = 3  # steps in which synchronizations are counted

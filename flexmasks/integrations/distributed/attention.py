@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
 import torch
@@ -11,9 +11,30 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from flexmasks import compat
-from flexmasks.attention import attention as attention_of_one
-from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks import Mask, Score, get_mask
+from flexmasks import attention as attention_of_one
+from flexmasks.extend import (
+    Band,
+    Kept,
+    MaskLike,
+    PlaceInCall,
+    ScoreLike,
+    Size,
+    as_sharded,
+    band_of,
+    check_placements,
+    constants,
+    from_arguments,
+    in_message,
+    is_compiling,
+    joined,
+    key_of,
+    part_of,
+    place_of,
+    says_what_to_write,
+    under_autocast,
+    whole,
+)
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
 from flexmasks.integrations.distributed.counts import (
     CountedMask,
@@ -37,24 +58,14 @@ from flexmasks.integrations.distributed.exchange import (
     sequence_for_heads,
     submesh,
 )
-from flexmasks.planned import under_autocast
-from flexmasks.plans.windows import Window
-from flexmasks.sharded import PlaceInCall, as_sharded, check_placements, joined, learned, place_of, sinks_of_part, whole
-from flexmasks.spec import Mask, Score, get_mask
-from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
-from flexmasks.spec.bands import Band, band_of
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import Size, describe, in_message
-from flexmasks.spec.parts import part_of
-from flexmasks.spec.structure import Opaque, key_of
-from flexmasks.spec.values import Modifier
 
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 # "seen" is taken instead of another way if processes then receive at most this share of what they would receive, and
 # instead of "heads", by which all compute as much, if the busiest one computes at most so many times the mean.
 _SAVES_MUCH, _NEARLY_EVEN = 0.5, 1.15
-_WANTED: Part[tuple[Parts, ...]] = Part(PLANS, "seen")  # the keys that processes want
+_WANTED: Kept[tuple[Parts, ...]] = Kept("seen")  # the keys that processes want
+_ROWS_COUNTED = 256  # of a part, of which the others are taken to see as many keys
 _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 
 
@@ -175,7 +186,7 @@ def attention(
     except (ValueError, TypeError) as error:
         problem = error
     compared = _Compared([], True, False)
-    if check and not compat.is_compiling():
+    if check and not is_compiling():
         checked = None if problem else call
         compared = _compare(q_part, k_part, v_part, mesh, checked, options, bool(advice))
     if problem is not None:
@@ -183,7 +194,7 @@ def attention(
     if advice and compared.are_forgotten:
         _fail(advice)
     lengths = compared.lengths or [q_part.shape[2]] * mesh.size()
-    parts = following(lengths) if order is None else compat.constants(order.parts)
+    parts = following(lengths) if order is None else constants(order.parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
         out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options, compared.may_want_others)
     if like is not None:
@@ -242,7 +253,7 @@ def _check(call: _Call, q: Tensor, k: Tensor) -> None:
         if q.shape[2] != order.sizes[rank]:
             _fail(f"by `order` this process has {order.sizes[rank]} tokens, but q has {q.shape[2]}.")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (heads,)):
-        _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {describe(sinks)}.")
+        _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {in_message(sinks)}.")
 
 
 class _Compared(NamedTuple):
@@ -307,10 +318,10 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
     """The parts of a DTensor that is sharded over a whole mesh; inside torch.compile None for equal parts, so that the
     length may be symbolic.
     """
-    if compat.is_compiling():
+    if is_compiling():
         if length % mesh.size() == 0:
             return None
-        length = int(compat.as_constant(length))
+        length = int(constants(length))
     parts = [(0, length)]
     for dim in range(len(mesh.shape)):
         parts = [piece for part in parts for piece in cut(*part, mesh.size(dim))]
@@ -350,7 +361,7 @@ def _run(
     k, v = (arranged(x, keys) for x in (k, v))
     call = call._replace(place=place)
     results = _attend(arranged(q, own), k, v, own, merged(keys), call, options)
-    results = joined(results, [q, k, v, *learned(call.mask, call.score, call.sinks)])
+    results = joined(results, [q, k, v, call.mask, call.score, call.sinks])
     out, *lse = [rearranged(x, own) for x in results]
     if way == "heads":
         out = sequence_for_heads(out, last, lengths)
@@ -379,21 +390,21 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     if how == "seen":
         if mesh.ndim == 2:
             _fail('how="seen" needs a mesh of one dimension.')
-        if compat.is_compiling():
+        if is_compiling():
             _fail('how="seen" plans the mask on the host, which torch.compile cannot trace; use "gather" or "heads".')
         return how, _wanted(call)
     if how != "auto":
         return how, ()
     last = mesh.shape[-1]
     other = "gather" if k.shape[1] % last else "heads"
-    if mesh.ndim == 2 or compat.is_compiling():
+    if mesh.ndim == 2 or is_compiling():
         return other, ()
     band = _distances(call, q)
     if band is None:  # then blocks are counted only where that saves most and is done once
-        key, tensors = (None, []) if other == "heads" else _key_of(cast(Mask, call.mask))
+        key, tensors = (None, []) if other == "heads" else key_of(cast(Mask, call.mask))
         if key is None or tensors:
             return other, ()
-    elif other == "heads" and _unevenness(band, call) > _NEARLY_EVEN:
+    elif other == "heads" and _unevenness(band, call.parts, call.length) > _NEARLY_EVEN:
         return other, ()
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
@@ -403,14 +414,17 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     return ("seen", wanted) if most <= _SAVES_MUCH * everything else (other, ())
 
 
-def _unevenness(band: Band, call: _Call) -> float:
+@functools.lru_cache(maxsize=64)
+def _unevenness(band: Band, parts: tuple[Parts, ...], length: int) -> float:
     """The pairs of a query and a key that the busiest process computes of its own queries, over the mean."""
-    keys = 0, call.length
-    pairs = [
-        sum(Window(band.left, band.right, start, keys, None).pairs(stop - start) for start, stop in own)
-        for own in call.parts
-    ]
-    return max(pairs) * len(pairs) / max(sum(pairs), 1.0)
+    pairs = [0] * len(parts)
+    for rank, own in enumerate(parts):
+        for start, stop in own:
+            step = max(1, (stop - start) // _ROWS_COUNTED)
+            for row in range(start, stop, step):
+                first, end = seen_through(band, (row, row + 1), length)
+                pairs[rank] += (end - first) * min(step, stop - row)
+    return max(pairs) * len(pairs) / max(sum(pairs), 1)
 
 
 def _wanted(call: _Call) -> tuple[Parts, ...]:
@@ -419,23 +433,14 @@ def _wanted(call: _Call) -> tuple[Parts, ...]:
         return call.parts
     mask = get_mask("full") if call.mask is None else call.mask
     sizes = call.length, _BLOCK, call.place.batch, call.place.heads
-    of_mask, tensors = _key_of(mask)
-    key = of_mask, *sizes, call.parts
-    wanted = None if of_mask is None else _WANTED.get(key, tensors)
-    if wanted is None:
-        wanted = tuple(CountedMask("attention", mask, *sizes).seen(call.parts))
-        if of_mask is not None:
-            _WANTED.put(key, tensors, wanted, ENTRY + _PIECE * sum(map(len, wanted)))
-    return wanted
+    of_mask, tensors = key_of(mask)
 
+    def count() -> tuple[Parts, ...]:
+        return tuple(CountedMask("attention", mask, *sizes).seen(call.parts))
 
-def _key_of(mask: Mask) -> tuple[Hashable | None, list[Tensor]]:
-    """A key of all that a mask reads, None if it reads objects that may change, and the tensors that it reads."""
-    tensors: list[Tensor] = []
-    try:
-        return key_of(mask, tensors), tensors
-    except Opaque:
-        return None, []
+    if of_mask is None:
+        return count()
+    return _WANTED.made((of_mask, *sizes, call.parts), tensors, count, lambda wanted: _PIECE * sum(map(len, wanted)))
 
 
 def _distances(call: _Call, q: Tensor) -> Band | None:
@@ -455,7 +460,7 @@ def _attend(
     q: the queries at the positions `own`, in their natural order.
     keys: the positions of k and v, ascending.
     """
-    band, sinks = _distances(call, q), sinks_of_part(call.sinks, call.place, q.shape[1])
+    band, sinks = _distances(call, q), call.place.sinks_of(call.sinks, q.shape[1])
     results, at, parts = [], 0, merged(own) or ((0, 0),)
     for start, stop in parts:
         rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # a slice's gradient would be copied
@@ -475,7 +480,7 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: b
     """The keys that rows are computed with: for windows only those that the rows may see, but all of them inside
     torch.compile with a score change, which would have the positions of some keys as constants.
     """
-    if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and compat.is_compiling()):
+    if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and is_compiling()):
         return keys
     first, end = seen_through(band, (start, stop), keys[0][1])
     first = min(max(first, keys[0][0]), start)
@@ -506,7 +511,7 @@ def _positions(keys: Parts, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in keys] or [torch.arange(0)]).to(device)
 
 
-def _prepares(value: Modifier) -> bool:
+def _prepares(value: Mask | Score) -> bool:
     """Whether a mask or score makes tensors for the lengths of a call."""
     definitions = [inner.definition for inner in value.inside()]
     return any(d.prepare is not None or d.inner_size is not None for d in definitions)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexmasks import compat
+from flexmasks import Mask, get_mask
+from flexmasks.extend import MaskLike, constant_in_graphs, in_message, says_what_to_write
 from flexmasks.integrations.distributed.counts import (
     Parts,
     check_int,
@@ -26,10 +27,6 @@ from flexmasks.integrations.distributed.counts import (
     merged,
     size_of,
 )
-from flexmasks.spec.arguments import MaskLike, get_mask
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import describe
-from flexmasks.spec.values import Mask
 
 _EVEN = 1.02  # the busiest rank's blocks over the mean, at which ranks count as balanced
 _MOST_PIECES = 16  # pieces of a rank
@@ -149,7 +146,7 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
     )
 
 
-@compat.constant_in_graphs
+@constant_in_graphs
 def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool) -> tuple[int, ...]:
     """How many tokens each held order gives a rank.
 
@@ -224,7 +221,7 @@ def balance(
         return order
     ranks = mesh
     if type(ranks) is not int or ranks < 1:
-        fail("balance", f"`mesh` must be a DeviceMesh or the number of ranks, got {describe(mesh)}.")
+        fail("balance", f"`mesh` must be a DeviceMesh or the number of ranks, got {in_message(mesh)}.")
     counted = counted_masks("balance", masks)
     block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
     check_int("balance", "block_size", block_size)

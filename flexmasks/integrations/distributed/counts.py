@@ -11,15 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexmasks.blocks import visible_in_strips
-from flexmasks.blocks.work import progress
-from flexmasks.plans.lengths import Lengths
-from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.spec.arguments import MaskLike, get_mask
-from flexmasks.spec.bands import Band, band_of
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import describe
-from flexmasks.spec.values import Mask
+from flexmasks import get_mask
+from flexmasks.extend import Band, MaskLike, MaskOverLengths, band_of, in_message, progress, says_what_to_write
 
 WHERE = "flexmasks.integrations.distributed"
 _MOST_SPANS = 32  # each costs a pass over the mask's tensors
@@ -32,7 +25,7 @@ def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoRetu
 
 def check_int(call: str, name: str, value: Any) -> None:
     if type(value) is not int or value < 1:
-        fail(call, f"`{name}` must be an int above 0, got {describe(value)}.")
+        fail(call, f"`{name}` must be an int above 0, got {in_message(value)}.")
 
 
 def check_range(call: str, name: str, value: Any, length: int) -> None:
@@ -40,7 +33,7 @@ def check_range(call: str, name: str, value: Any, length: int) -> None:
         isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(n, int | np.integer) for n in value)
     )
     if not is_pair or not 0 <= value[0] <= value[1] <= length:
-        fail(call, f"{name} must be (start, stop) with 0 <= start <= stop <= {length}, got {describe(value)}.")
+        fail(call, f"{name} must be (start, stop) with 0 <= start <= stop <= {length}, got {in_message(value)}.")
 
 
 def are_ascending(parts: Sequence[tuple[int, int]]) -> bool:
@@ -98,33 +91,26 @@ class CountedMask:
     ) -> None:
         check_int(call, "length", length)
         check_int(call, "block_size", block_size)
-        self.mask: Mask = get_mask(mask)
-        if (
-            self.mask.is_by_library()
-        ):  # the host decides strip by strip, and would wait for another device at each of them
-            self.mask = self.mask.to("cpu")
-        lengths = Lengths(length, batch=batch, heads=heads, block_size=block_size)
-        self.size, open_extents, _ = lengths.check(f"{WHERE}.{call}", self.mask)
-        self.length, self.block_size = length, block_size
-        self._mask_mod = self.mask.bind(self.mask.resolve(self.size))
-        check_open_extents(self.mask, self._mask_mod, self.size, open_extents)
+        mask = get_mask(mask)
+        # The host decides strip by strip, and would wait for another device at each of them.
+        mask = mask.to("cpu") if mask.is_by_library() else mask
+        self._mask = MaskOverLengths(
+            f"{WHERE}.{call}", mask, q_len=length, batch=batch, heads=heads, block_size=block_size
+        )
+        self.size, self.length, self.block_size = self._mask.size, length, block_size
 
     def strips(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield strips of the computed blocks of some rows, as `flexmasks.blocks.visible_in_strips` does."""
-        size, blocks = self.size, (self.block_size, self.block_size)
+        """Yield strips of the computed blocks of some rows, as `MaskOverLengths.strips` does."""
         rows = sum(stop - start for start, stop in spans)
-        with progress(f"counting the blocks of {self.mask!r}", rows, "row") as advance, naming(self.mask):
+        with progress(f"counting the blocks of {self._mask.mask!r}", rows, "row") as advance:
             for start, stop in spans:
-                strips = visible_in_strips(
-                    self._mask_mod, size.batch, size.heads, (start, stop), self.length, blocks, size.device
-                )
-                for first, visible in strips:
+                for first, visible in self._mask.strips((start, stop)):
                     yield first, visible
                     advance(min(stop - first, visible.shape[2] * self.block_size))
 
     @functools.cached_property
     def _band(self) -> Band | None:
-        band = band_of(self.mask, self.size)
+        band = band_of(self._mask.mask, self.size)
         return None if band is None or band.sequences is not None else band
 
     def seen(self, parts: Sequence[Parts]) -> list[Parts]:

@@ -20,18 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexmasks import compat
+from flexmasks.extend import all_to_all_single, copy, group_timeout, is_compiling
 from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common, size_of
-from flexmasks.kernels.wide import copy
-
-# Asked for here: Dynamo of torch 2.11 does not trace an import by its name.
-_traced_all_to_all = compat.all_to_all_single
 
 
 @contextlib.contextmanager
 def exchanging(what: str) -> Iterator[None]:
     """Add to the error of an exchange of `what` what may have happened to the other processes."""
-    if compat.is_compiling():
+    if is_compiling():
         yield
         return
     try:
@@ -87,7 +83,7 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if "cpu:gloo" in dist.get_backend_config(group):
         return group
     ranks = dist.get_process_group_ranks(group)
-    timeout = compat.group_timeout(group)
+    timeout = group_timeout(group)
     made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     return made
 
@@ -105,7 +101,7 @@ def submesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     """The one-dimensional mesh of the processes along a dimension."""
     if mesh.ndim == 1:
         return mesh
-    if not compat.is_compiling():
+    if not is_compiling():
         return _of_group(mesh.get_group(dim), mesh.device_type)
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{WHERE}: inside torch.compile a mesh of two dimensions needs `mesh_dim_names`.")
@@ -196,7 +192,7 @@ class _Layout(NamedTuple):
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors side by side, as rows [N, numbers]."""
-        if compat.is_compiling():  # Inductor fuses this; in eager mode it would copy twice
+        if is_compiling():  # Inductor fuses this; in eager mode it would copy twice
             parts = [x.reshape(*self._flat, size.numel()) for x, size in zip(tensors, self.sizes, strict=True)]
             rows = torch.cat(parts, -1)
         elif len(tensors) == 1 and tensors[0].is_contiguous():
@@ -245,13 +241,13 @@ class _Travel(NamedTuple):
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows, come, sent = self.here.packed(tensors), list(self.come), list(self.sent)
         with exchanging(self.what):
-            if compat.is_compiling():
-                rows_here = _traced_all_to_all(rows, come, sent, self.group)
+            if is_compiling():
+                rows_here = all_to_all_single(rows, come, sent, self.group)
             else:
                 rows_here = rows.new_empty(sum(come), rows.shape[1])
                 dist.all_to_all_single(rows_here, rows, come, sent, self.group)
         results = zip(self.there.unpacked(rows_here), self.strides, strict=True)
-        return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
+        return tuple(x if strides is None or is_compiling() else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
         """The exchange that sends the gradients of tensors back."""
@@ -271,7 +267,7 @@ def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
 
 
 def _exchanged(travel: _Travel, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if compat.is_compiling():
+    if is_compiling():
         return travel.run(tensors)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
 

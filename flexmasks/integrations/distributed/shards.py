@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexmasks import compat
+from flexmasks.extend import in_message, is_compiling, says_what_to_write
 from flexmasks.integrations.distributed.balance import Order, hold
 from flexmasks.integrations.distributed.counts import fail
 from flexmasks.integrations.distributed.exchange import arranged, compare, gathered, rank_in, submesh
-from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.parameters import in_message
 
 
 @says_what_to_write()
@@ -43,7 +41,7 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     _check("shard", x, order, mesh, dim, is_whole=True)
     parts = [x.narrow(dim, start, stop - start) for start, stop in order.parts[rank_in(mesh)]]
     part = torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
-    if not compat.is_compiling():
+    if not is_compiling():
         hold(order, mesh)
         part.order = order  # type: ignore[attr-defined]
     return part
@@ -68,7 +66,7 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
         _check("unshard", x, order, mesh, dim, is_whole=False)
     except ValueError as error:
         problem = error
-    if check and not compat.is_compiling():
+    if check and not is_compiling():
         shape = "" if problem is not None else str(([*x.shape[:dim], *x.shape[dim:][1:]], x.dtype, dim))
         compare("unshard", mesh, 0, {"order": repr(order), "x": shape}, problem is not None)
     if problem is not None:

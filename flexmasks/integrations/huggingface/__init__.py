@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexmasks.extend import says_what_to_write
 from flexmasks.integrations.huggingface.attention import attend
 from flexmasks.integrations.huggingface.explore import LayerMask as LayerMask
 from flexmasks.integrations.huggingface.explore import LayerMasks as LayerMasks
@@ -10,7 +11,6 @@ from flexmasks.integrations.huggingface.late import LateMask as LateMask
 from flexmasks.integrations.huggingface.late import make_mask
 from flexmasks.integrations.huggingface.sharding import sharded
 from flexmasks.integrations.huggingface.vision import patch_vision
-from flexmasks.spec.by_name import says_what_to_write
 
 __all__ = ["masks", "patch_vision", "register", "sharded"]
 

@@ -15,18 +15,15 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import compat, trees
-from flexmasks.attention import attention, dense_mask
-from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks import Mask, attention, dense_mask, get_mask, get_score, packed, trees
+from flexmasks.extend import Kept, is_compiling, source_of
 from flexmasks.integrations.huggingface.late import GivenMask, LateMask, ShardedMask, check_type, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
-from flexmasks.masks.packed import packed
-from flexmasks.plans.portable import PortableBlockMask
-from flexmasks.spec import Mask, get_mask, get_score
 
-_DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
+_DERIVED: Kept[Tensor] = Kept("huggingface")  # what a step's layers compute from one tensor
 
 _CAUSAL = ("causal", "sliding_window")
 _FAR = 1 << 30  # above every distance
@@ -112,7 +109,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     mask, q_offset, bias = (_without_mask(layer), 0, None) if attention_mask is None else _of_mask(layer)
     biases = [x for x in (position_bias, bias) if x is not None]
-    if isinstance(mask, compat.BlockMask):
+    if isinstance(mask, BlockMask):
         arguments: dict[str, Any] = {"block_mask": mask}
     else:
         if cu_seq_lens_q is not None:
@@ -240,16 +237,15 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         elif _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
         is_as_planned = own is mask.mask and layer.cu_seq_lens is None and layer.position_bias is None
-        if is_as_planned and key.shape[2] == kv_length and not compat.is_compiling():
+        if is_as_planned and key.shape[2] == kv_length and not is_compiling():
             return mask.plan, None, None
         return own, mask.q_offset, None
-    if isinstance(mask, compat.BlockMask):
-        source = mask.source if isinstance(mask, PortableBlockMask) else None
-        is_of_trees = source is not None and bool(trees.parents_in(source.mask))
-        if source is None or not is_of_trees or mask.seq_lengths[1] != key.shape[2]:
+    if isinstance(mask, BlockMask):
+        given, q_offset = source_of(mask) or (None, 0)
+        if given is None or not trees.parents_in(given) or mask.seq_lengths[1] != key.shape[2]:
             return mask, 0, None
-        own = _of_layer(layer, source.mask)
-        return (mask if own is source.mask else own), source.q_offset, None
+        own = _of_layer(layer, given)
+        return (mask if own is given else own), q_offset, None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
         what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
@@ -356,11 +352,7 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
     """Return make(given, *sizes), which only the first layer of a step computes."""
     if not may_keep(given.device):
         return make(given, *sizes)
-    derived = _DERIVED.get((make, *sizes), [given])
-    if derived is None:
-        derived = make(given, *sizes)
-        _DERIVED.put((make, *sizes), [given], derived, ENTRY + derived.nbytes)
-    return derived
+    return _DERIVED.made((make, *sizes), [given], lambda: make(given, *sizes), lambda x: x.nbytes)
 
 
 def _row(mask: Tensor, batch: int) -> Tensor:

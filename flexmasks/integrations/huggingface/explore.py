@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -12,14 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexmasks.blocks.counts import Blocks
+from flexmasks import Mask, Picture, Plan, draw, get_mask
+from flexmasks.extend import Blocks, says_what_to_write
 from flexmasks.integrations.huggingface.attention import watched
-from flexmasks.pictures.output import text_width
-from flexmasks.pictures.picture import Picture
-from flexmasks.pictures.show import draw
-from flexmasks.planning import Plan
-from flexmasks.spec import Mask, get_mask
-from flexmasks.spec.by_name import says_what_to_write
 
 _CALL = "flexmasks.integrations.huggingface.masks"
 _TEXT_COLUMNS = 40  # of a picture among several
@@ -123,7 +119,7 @@ class LayerMasks(Mapping[str, LayerMask]):
         )
 
     def __repr__(self) -> str:
-        columns = min(_TEXT_COLUMNS, text_width())
+        columns = min(_TEXT_COLUMNS, shutil.get_terminal_size().columns)
         parts = [self._total()]
         for mask, names in self.distinct:
             sparsity = f"{mask.sparsity:.1%} skipped in blocks of 128 x 128"

@@ -7,19 +7,15 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import compat
-from flexmasks.attention import dense_mask
-from flexmasks.blocks.elements import over_indices
+from flexmasks import Mask, Plan, dense_mask, get_mask
+from flexmasks.extend import is_compiling, over_indices, plan_of_step
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail, fail_sharded
-from flexmasks.planning import Plan
-from flexmasks.plans.held import HeldPlan, Sizes
-from flexmasks.plans.sizes import is_capturing
-from flexmasks.spec import Mask, get_mask
 
 
-class LateMask(compat.BlockMask):
+class LateMask(BlockMask):
     """The plan of a step, as transformers hands it on: a tensor or a BlockMask with a shape of four dimensions.
 
     parts: what the mask is made of.
@@ -37,7 +33,7 @@ class LateMask(compat.BlockMask):
         self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         self.parts = parts
-        self.plan = Plan(parts.mask(), None, Sizes(*shape[2:], None, None, None), q_offset, of_one_step=True)
+        self.plan = plan_of_step(parts.mask(), *shape[2:], q_offset)
         self.shape = shape
         self.device = device
 
@@ -152,16 +148,16 @@ class GivenMask(LateMask):
     """
 
     def __init__(
-        self, given: Mask | HeldPlan, replaced: list[Mask], shape: tuple[int, int, int, int], device: torch.device
+        self, given: Mask | Plan, replaced: list[Mask], shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         super().__init__(Parts([given if isinstance(given, Mask) else given.mask], []), 0, shape, device)
         self.given = given
         self.replaced = replaced
-        if isinstance(given, HeldPlan):
-            self.plan = cast(Plan, given)
+        if isinstance(given, Plan):
+            self.plan = given
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> GivenMask:
-        moved, mask = super().to(device, *given, **options), cast(Mask | Plan, self.given).to(device)
+        moved, mask = super().to(device, *given, **options), self.given.to(device)
         return GivenMask(mask, [m.to(device) for m in self.replaced], self.shape, moved.device)
 
     def to_dense(self) -> NoReturn:
@@ -195,7 +191,7 @@ def make_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = _causal,
-    attention_mask: Tensor | Mask | HeldPlan | None = None,
+    attention_mask: Tensor | Mask | Plan | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -222,7 +218,7 @@ def make_mask(
     check_type(model_type)
     device = torch.device(device)
     step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
-    if isinstance(attention_mask, Mask | HeldPlan):
+    if isinstance(attention_mask, Mask | Plan):
         return _given(attention_mask, step)
     if model_type in _ADDED:
         shown = _without_padding(step.visible(), _padding(attention_mask, kv_offset, kv_length))
@@ -240,7 +236,7 @@ def make_mask(
         first_query = int(first_query) if may_read else first_query.reshape(1).expand(batch_size)
     query_stop = kv_offset + (kv_length if isinstance(first_query, Tensor) else first_query + q_length)
     parts = step.parts(query_stop)
-    if parts is None and compat.is_compiling():  # torch.compile cannot hand over a function that captures variables
+    if parts is None and is_compiling():  # torch.compile cannot hand over a function that captures variables
         parts, first_query = Parts([get_mask("dense", visible=step.visible())], []), 0
     elif parts is None:
         moved = _moved(mask_function, torch.tensor(kv_offset, device=device)) if kv_offset else mask_function
@@ -256,7 +252,7 @@ def make_mask(
     return LateMask(parts, first_query, step.shape, device)
 
 
-def _given(given: Mask | HeldPlan, step: _Step) -> GivenMask:
+def _given(given: Mask | Plan, step: _Step) -> GivenMask:
     """A user's mask or plan as the mask of a step."""
     batch, heads, length, kv_length = step.shape
     kv_length = length if kv_length is None else kv_length  # a mask has no shape to tell transformers of keys
@@ -323,7 +319,7 @@ def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> 
 
 def may_keep(device: torch.device) -> bool:
     """Whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
-    return not compat.is_compiling() and not is_capturing(device)
+    return not is_compiling() and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmasks import Mask, get_mask
 from flexmasks.integrations.huggingface.expressions import Expression, are_same, expression_of, indices_in, value_of
-from flexmasks.spec import Mask, get_mask
 
 _FAR = 1 << 30  # farther than any key
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from flexmasks.cache import identity
-from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.extend import identity, says_what_to_write
 
 if TYPE_CHECKING:  # torch may be built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh

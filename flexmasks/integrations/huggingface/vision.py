@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexmasks.extend import says_what_to_write
 from flexmasks.integrations.huggingface.attention import attend
-from flexmasks.spec.by_name import says_what_to_write
 
 _CALL = "flexmasks.integrations.huggingface.patch_vision"
 _MARK = "runs_all_images_at_once"  # an attribute of patched layers

@@ -1,0 +1,283 @@
+"""What code around this library builds on, beyond the public names of `flexmasks`.
+
+It is for frameworks that call `flexmasks.attention`, for layouts that take a call apart and put its results together,
+for pictures and counts of masks, and for kernels of your own. `flexmasks.integrations`, `flexmasks.trees` and
+`flexmasks.pictures` import from here and from `flexmasks` only.
+
+- Public calls: `says_what_to_write`, `in_message`, `as_number`, `device_named` and `progress` make errors and progress
+  look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them
+  (`MaskLike`, `ScoreLike`); a `Definition` has a `Parameter` for each of the function's.
+- A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`.
+- A part of a call: `PlaceInCall` and `part_of` give mask and score for some batch elements, heads and positions.
+  `check_placements`, `place_of`, `whole`, `as_sharded` and `joined` are for DTensors.
+- The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept`, `key_of` and `identity` find again
+  what was made of a mask or of tensors.
+- torch.compile: `is_compiling`, `constants`, `constant_in_graphs`. `group_timeout` and `all_to_all_single` stand for
+  names of torch's processes that are not public in all of its versions.
+- A backend: `add_backend` takes a `Backend`, which decides on a `Call` and returns a `Result`, or raises `Unavailable`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.build import build
+from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
+from flexmasks.blocks.work import Work, progress
+from flexmasks.cache import ENTRY, PLANS, Part, identity
+from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
+from flexmasks.kernels.wide import copy
+from flexmasks.planning import Plan
+from flexmasks.plans.held import Sizes
+from flexmasks.plans.lengths import Lengths, plan_mask
+from flexmasks.plans.naming import check_open_extents, naming
+from flexmasks.plans.portable import PortableBlockMask
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
+from flexmasks.spec.bands import Band, band_of
+from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.definitions import Definition, define, definition
+from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
+from flexmasks.spec.parts import part_of
+from flexmasks.spec.structure import Opaque
+from flexmasks.spec.structure import key_of as _key_of
+from flexmasks.spec.values import Mask, Score
+
+if TYPE_CHECKING:
+    from flexmasks.backends.call import Call, Result, Unavailable
+    from flexmasks.backends.table import Backend
+    from flexmasks.compat import all_to_all_single
+    from flexmasks.planned import under_autocast
+    from flexmasks.sharded import PlaceInCall, as_sharded, check_placements, joined, place_of, whole
+
+# Names whose modules take long to import.
+_MODULES = {
+    **dict.fromkeys(("Call", "Result", "Unavailable"), "flexmasks.backends.call"),
+    "Backend": "flexmasks.backends.table",
+    "all_to_all_single": "flexmasks.compat",
+    "under_autocast": "flexmasks.planned",
+    **dict.fromkeys(
+        ("PlaceInCall", "as_sharded", "check_placements", "joined", "place_of", "whole"), "flexmasks.sharded"
+    ),
+}
+
+__all__ = [
+    "says_what_to_write", "in_message", "as_number", "device_named", "progress",
+    "from_arguments", "MaskLike", "ScoreLike", "definition", "define", "Definition", "Parameter",
+    "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices",
+    "PlaceInCall", "part_of", "check_placements", "place_of", "whole", "as_sharded", "joined",
+    "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of", "identity",
+    "is_compiling", "constants", "constant_in_graphs", "group_timeout", "all_to_all_single",
+    "add_backend", "Backend", "Call", "Result", "Unavailable",
+]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+
+Value = TypeVar("Value")
+
+
+# --- masks and scores over lengths ---
+
+
+class MaskOverLengths:
+    """A mask over lengths that a user gives, as in `flexmasks.block_mask`. Its blocks are searched part by part, in
+    bounded memory, for any length.
+
+    Args:
+        call: the name of the public call, with which errors begin.
+        mask: the mask.
+        lengths: `q_len`, `kv_len`, `batch`, `heads`, `block_size` and `q_offset`, as in `flexmasks.block_mask`.
+
+    Attributes:
+        mask: the mask.
+        size: batch, heads, q_len, kv_len and device.
+        block_size: queries and keys of a block.
+
+    Raises:
+        ValueError, TypeError: a length does not fit the mask, or its function fails, also in the methods.
+
+    Example:
+        >>> import flexmasks
+        >>> from flexmasks.extend import MaskOverLengths
+        >>> mask = MaskOverLengths("my_library.draw", flexmasks.get_mask("causal"), q_len=1024)
+        >>> mask.counts().full, [visible.sum().item() for _, visible in mask.strips((0, 256))]
+        (28, [3])
+    """
+
+    def __init__(self, call: str, mask: Mask, **lengths: Any) -> None:
+        plan = plan_mask(call, mask, Lengths(**lengths))
+        self.mask, self.size, self.block_size = mask, plan.size, plan.block_size
+        self._function = plan.bound()
+        check_open_extents(mask, self._function, self.size, plan.open_extents)
+
+    def strips(self, rows: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield strips of the queries start .. stop - 1: the position of the first query, and which blocks have visible
+        pairs, bool [B, H, rows, columns]. B and H are 1 if the mask does not depend on the index. Blocks of queries
+        start at the first one.
+        """
+        size = self.size
+        with naming(self.mask):
+            yield from visible_in_strips(
+                self._function, size.batch, size.heads, rows, size.kv_len, self.block_size, size.device
+            )
+
+    def counts(self, b: int = 0, h: int = 0) -> Counts:
+        """Return the numbers of empty, partial and full blocks of a batch element and head."""
+        with naming(self.mask):
+            return count_in_strips(self._of(b, h), self.size.q_len, self.size.kv_len, self.block_size, self.size.device)
+
+    def visible_in(self, cell: tuple[int, int], b: int = 0, h: int = 0) -> tuple[Tensor, Tensor]:
+        """Return in which cells of (queries, keys) some pair is visible, and in which all are, bool [rows, columns].
+
+        Where the search, which is bounded, did not find out, some pair counts as visible. Cells that reach further than
+        the mask count what they have of it.
+        """
+        mod, (q_len, kv_len) = self._of(b, h), (self.size.q_len, self.size.kv_len)
+        lengths = -(-q_len // cell[0]) * cell[0], -(-kv_len // cell[1]) * cell[1]
+        repeating: Callable[..., Tensor] = mod
+        if lengths != (q_len, kv_len):  # positions past the edge repeat the last query and the last key
+            repeating = lambda b, h, q, kv: mod(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))  # noqa: E731
+        layout = build(repeating, 1, 1, *lengths, self.size.device, cell, work=Work.bounded(math.prod(lengths)))
+        partial, full = (x[0, 0].cpu() for x in of_block_mask(layout.block_mask(repeating)))
+        return partial | full, full
+
+    def depends(self, n: int, dim: int) -> bool:
+        """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
+        try:
+            return dependence(self._function, *((n, 1), (1, n))[dim], self.size.device)[dim] > 1
+        except (ValueError, TypeError, LookupError, RuntimeError):  # the function has data for one index only
+            return True
+
+    def _of(self, b: int, h: int) -> Callable[..., Tensor]:
+        return lambda _b, _h, q, kv: self._function(_b + b, _h + h, q, kv)
+
+
+class ScoreOverLengths:
+    """A score change over lengths that a user gives. Arguments, attributes and errors are those of `MaskOverLengths`.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> from flexmasks.extend import ScoreOverLengths
+        >>> score = ScoreOverLengths("my_library.draw", flexmasks.get_score("softcap", cap=2.0), q_len=64)
+        >>> zero = torch.tensor([0])
+        >>> score.changed(torch.zeros(1, 1, 1, 1), zero, zero, zero, zero).item()
+        0.0
+    """
+
+    def __init__(self, call: str, score: Score, **lengths: Any) -> None:
+        self.score = score
+        self.size, _, offset = Lengths(**lengths).check(call, score)
+        self._changed = over_indices(ScorePlan(score, self.size, offset).mod(), (0,))
+
+    def changed(self, scores: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """Return scores [b, h, q, kv] as the score change makes them at these indices, which are vectors."""
+        with naming(self.score), torch.no_grad():
+            return self._changed(scores, b, h, q, kv)
+
+
+# --- the road of a call ---
+
+
+def plan_of_step(mask: Mask, q_len: int, kv_len: int, q_offset: int | Tensor) -> Plan:
+    """Return a plan for the layers of one step: the first call plans for all.
+
+    Unlike one of `flexmasks.plan` it has no device and no batch size, copies no tensors, and takes no `update`.
+    torch.compile can trace this.
+    """
+    return Plan(mask, None, Sizes(q_len, kv_len, None, None, None), q_offset, of_one_step=True)
+
+
+def source_of(block_mask: BlockMask) -> tuple[Mask, int | Tensor] | None:
+    """Return the mask that `flexmasks.block_mask` made a block mask of, and where its queries start.
+
+    The result is None for another library's block mask.
+    """
+    if not isinstance(block_mask, PortableBlockMask):
+        return None
+    return block_mask.source.mask, block_mask.source.q_offset
+
+
+class Kept(Part[Value]):
+    """Values that are made of tensors once, and found until one of the tensors changes or dies.
+
+    name: under it `flexmasks.cache_info()["plans"].parts` counts them.
+
+    Example:
+        >>> import torch
+        >>> from flexmasks.extend import Kept
+        >>> lengths = Kept("my_library.lengths")
+        >>> mask = torch.ones(2, 5)
+        >>> first = lengths.made("sum", [mask], lambda: mask.sum(1), lambda x: x.nbytes)
+        >>> first is lengths.made("sum", [mask], lambda: mask.sum(1), lambda x: x.nbytes)
+        True
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(PLANS, name)
+
+    def made(
+        self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], nbytes: Callable[[Value], int]
+    ) -> Value:
+        """Return what `make` returned before for this key and these tensors, or call it.
+
+        nbytes: the bytes of a value, roughly.
+        """
+        value = self.get(key, tensors)
+        if value is None:
+            value = make()
+            self.put(key, tensors, value, ENTRY + nbytes(value))
+        return value
+
+
+def key_of(value: Mask | Score) -> tuple[Hashable | None, list[Tensor]]:
+    """Return a key of all that a mask or score reads but for tensors, and the tensors.
+
+    The key is None if it reads objects that may change without notice.
+    """
+    tensors: list[Tensor] = []
+    try:
+        return _key_of(value, tensors), tensors
+    except Opaque:
+        return None, []
+
+
+# --- backends ---
+
+
+def add_backend(backend: Backend) -> None:
+    """Let `flexmasks.attention` run calls by a kernel of your own: `backend="auto"` asks it before "reference", and its
+    name as `backend` chooses it. Inside torch.compile it is not asked.
+
+    Raises ValueError if there is a backend of this name.
+
+    Example:
+        >>> from flexmasks.extend import Backend, Call, Result, add_backend
+        >>> def refuses(call: Call) -> str | None:
+        ...     return "it has no gradients" if call.needs_grad else None
+        >>> def run(call: Call) -> Result:
+        ...     return Result(my_kernel(call.q, call.k, call.v, call.mask.blocks().block_mask), None)
+        >>> add_backend(Backend("mine", refuses, run))  # doctest: +SKIP
+    """
+    from flexmasks.backends.table import BACKENDS  # its module takes long to import
+
+    if backend.name in BACKENDS:
+        raise ValueError(f"flexmasks.extend.add_backend: there is a backend {backend.name!r}; take another name.")
+    reference = BACKENDS.pop("reference")
+    BACKENDS.update({backend.name: backend, "reference": reference})
