@@ -54,7 +54,7 @@ from flexmasks.blocks.bits import BITS, can_be_bits
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
-from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask, shown_by
+from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.separate import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -375,11 +375,11 @@ def _in_plain_operations(
     q_offset = cast(int | Tensor, request.q_offset)
     score_mod = None if score is None else shifted_score(score.bind(score.resolve(size)), q_offset)
     if request.block_mask is not None:
-        mask_mod = shown_by(request.block_mask)
+        mask_mod = request.block_mask.mask_mod
     else:
         mask = cast(Mask, mask)
         mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
-    out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
+    out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.block_mask, request.scale)
     return out, lse if request.return_lse else None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.kernels.separate import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
@@ -53,17 +53,16 @@ def _by_slices(
     scaled = q.detach().to(precise) * (1 / math.sqrt(size) if scale is None else scale)
     b, h, kv = (positions(n, q.device) for n in (batch, heads, k.shape[2]))
     step = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
-    if block_mask is not None:
-        height, width = block_mask.BLOCK_SIZE
-        partial, full = (x[..., kv // width] for x in of_block_mask(block_mask))
+    blocks = None if block_mask is None else of_block_mask(block_mask)
     parts = []
     for start in range(0, q_len, step):
         rows = positions(min(start + step, q_len), q.device, start)
         scores = scaled[:, :, start : start + step] @ keys
         if score_mod is not None:
             scores = over_indices(score_mod, (0,))(scores, b, h, rows, kv).to(precise)
-        if block_mask is not None:
-            blocks, seen = rows // height, over_indices(block_mask.mask_mod)(b, h, rows, kv)
-            scores = torch.where(full[:, :, blocks] | (partial[:, :, blocks] & seen), scores, -math.inf)
+        if blocks is not None:
+            by_function = over_indices(block_mask.mask_mod)(b, h, rows, kv)
+            visible = pairs_shown(blocks, block_mask.BLOCK_SIZE, rows, kv, by_function)
+            scores = torch.where(visible, scores, -math.inf)
         parts.append(scores.amax(-1))
     return torch.cat(parts, 2)

@@ -20,7 +20,7 @@ from flexmasks import compat
 from flexmasks.backends.call import exports_any_length
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
-from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.kernels.separate import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
@@ -215,9 +215,8 @@ def _visible(
     partial, full = (
         x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.visible.partial, shared.visible.full)
     )
-    row, column = q_positions // rows - first_row, kv_positions // columns
-    if not is_traced_or_transformed() and not partial.any() and full[..., column].all():
+    if not is_traced_or_transformed() and not partial.any() and full[..., kv_positions // columns].all():
         return None
-    in_partial, in_full = (x[:, :, row][..., column] for x in (partial, full))
     b, h = (positions(n, q_positions.device) for n in partial.shape[:2])
-    return in_full | (in_partial & shared.functions.mask(b, h, q_positions, kv_positions))
+    by_function = shared.functions.mask(b, h, q_positions, kv_positions)
+    return pairs_shown((partial, full), (rows, columns), q_positions, kv_positions, by_function, first_row)

@@ -30,6 +30,7 @@ from torch import Tensor
 from flexmasks.backends.slices import Visible
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.learning import over_visible
+from flexmasks.blocks.lists import pairs_shown
 from flexmasks.spec.structure import flatten
 from flexmasks.workers import Workers
 
@@ -421,14 +422,12 @@ class Tiles:
         """
         b, h, q = self._indices(batch, heads, queries)
         count = len(b) * len(h)
-        by_mask_mod = self._elements(
+        by_function = self._elements(
             b.repeat_interleave(len(h)), h.repeat(len(b)), q.expand(count, -1), positions.expand(count, -1)
         ).view(len(b), len(h), len(q), -1)
-        size = self._block_size[0]
-        partial, full = (x[..., positions // self._block_size[1]] for x in blocks)
-        if full.shape[2] > 1:
-            partial, full = (x[:, :, q // size - queries.start // size] for x in (partial, full))
-        return (by_mask_mod & partial).logical_or_(full)
+        return pairs_shown(
+            blocks, self._block_size, q, positions, by_function, first_row=queries.start // self._block_size[0]
+        )
 
     def _indices(self, *slices: slice) -> list[Tensor]:
         return [torch.arange(s.start, s.stop, device=self._device) for s in slices]

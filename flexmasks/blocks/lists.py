@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,17 +35,23 @@ def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
     return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
 
 
-def shown_by(block_mask: compat.BlockMask) -> Callable[..., Tensor]:
-    """A function of the pairs that blocks show: all of full ones, and of partial ones those that the mask shows."""
-    partial, full = of_block_mask(block_mask)
-    (height, width), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
-    has_batch, has_heads = (n > 1 for n in partial.shape[:2])
+def pairs_shown(
+    blocks: tuple[Tensor, Tensor],
+    block_size: tuple[int, int],
+    q: Tensor,
+    kv: Tensor,
+    by_function: Tensor,
+    first_row: int = 0,
+) -> Tensor:
+    """Which pairs of the positions q and kv blocks show, bool [B or 1, H or 1, Q, KV]: all pairs of full blocks, and
+    those of partial blocks that the function shows.
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        place = b if has_batch else 0, h if has_heads else 0, q // height, kv // width
-        return full[place] | (partial[place] & mask_mod(b, h, q, kv))
-
-    return visible
+    blocks: which are partial and which full, see `of_block_mask`; from the row `first_row` on.
+    by_function: bool [B or 1, H or 1, Q, KV].
+    """
+    rows, columns = q // block_size[0] - first_row, kv // block_size[1]
+    partial, full = (x[..., columns][:, :, rows] for x in blocks)
+    return full | (partial & by_function)
 
 
 def are_narrow(block_mask: compat.BlockMask) -> bool:

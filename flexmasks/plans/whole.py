@@ -13,7 +13,7 @@ from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.learning import over_visible
-from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import in_wide_rows, spans_of
 from flexmasks.plans.bounds import SizedMask
@@ -92,16 +92,12 @@ def _visible_of(kind: SizedMask, one_row: bool = False) -> Tensor:
 
 
 def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
-    """The pairs that given blocks show, bool [batch or 1, heads or 1, Q, KV]: all of full ones, and of partial ones
-    those that the function shows.
-    """
-    q_len, kv_len = block_mask.seq_lengths
-    height, width = block_mask.BLOCK_SIZE
-    partial, full = (
-        x.repeat_interleave(height, 2)[:, :, :q_len].repeat_interleave(width, 3)[..., :kv_len]
-        for x in of_block_mask(block_mask)
-    )
-    return full | (partial & materialize(block_mask.mask_mod, batch, heads, q_len, kv_len, partial.device))
+    """The pairs that given blocks show, bool [batch or 1, heads or 1, Q, KV]."""
+    blocks = of_block_mask(block_mask)
+    device = blocks[0].device
+    q, kv = (torch.arange(n, device=device) for n in block_mask.seq_lengths)
+    by_function = materialize(block_mask.mask_mod, batch, heads, len(q), len(kv), device)
+    return pairs_shown(blocks, block_mask.BLOCK_SIZE, q, kv, by_function)
 
 
 def added_of(score: Score, offset: Offset, size: Size, visible: Tensor | None = None) -> Tensor:
