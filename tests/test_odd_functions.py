@@ -476,6 +476,8 @@ def test_all_written_functions_inside_compile(form: str, judge: Judge) -> None:
 @pytest.mark.parametrize("form", one_in(2, ["function", "traced"]))
 def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
     functions = compiled_functions(0, 12, "cuda")
+    if form == "traced":  # only torch can read them: those that compute in half precision are refused
+        functions = [f for f in functions if not re.search("half|bf|f16", f)]
     shape, backend = Shape(2 * len(functions), 3, 100, 75), "flex" if form == "function" else "auto"
     judged = judge.judge(functions, shape, "cuda", torch.bfloat16, backend, form=form)
     assert not judged.fault, f"{judged.fault}: {functions}"

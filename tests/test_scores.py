@@ -370,6 +370,8 @@ def test_hidden_pairs_teach_nothing(way: str, name: str) -> None:
 def test_hidden_pairs_teach_nothing_gpu(way: str, name: str, backend: str, dtype: torch.dtype) -> None:
     if way == "inside torch.compile" and name in ("one number", "many numbers", "lookup") and backend == "auto":
         pytest.skip("torch compiles no gradients of reductions and lookups in scores, and says so")
+    if backend == "flex" and name == "one number":
+        pytest.skip("torch's kernel compiles no reductions in scores, and says so")
     if backend == "flex":
         q = torch.randn(2, 2, 48, 16, device="cuda", dtype=dtype, requires_grad=True)
         t = torch.rand(2, device="cuda", requires_grad=True)
