@@ -6,7 +6,7 @@ Each process computes its own part: no process needs anything of another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +20,6 @@ from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.values import Mask, Modifier, Score
-
-
-class PlaceInCall(NamedTuple):
-    """The batch elements and heads of a process among those of a call."""
-
-    batch: int
-    heads: int
-    first_batch: int = 0
-    first_head: int = 0
-
-    def part(self, length: int | None = None, **keys: Any) -> PartOfCall:
-        """Return the part of a call with `length` positions, by default those of the keys."""
-        return PartOfCall(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
-
-    def sinks_of(self, sinks: Tensor | None, heads: int) -> Tensor | None:
-        """Return those of the first `heads` heads of the process."""
-        if sinks is None or sinks.shape != (self.heads,):  # `attention` says what is wrong
-            return sinks
-        return sinks.narrow(0, self.first_head, heads)
-
-    def is_whole(self, q: Tensor) -> bool:
-        """Return whether q has all batch elements and heads."""
-        return (self.batch, self.heads) == q.shape[:2]
 
 
 def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -62,9 +39,9 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
     place = place_of(q)
     mask, score = (whole(x, q) for x in from_arguments(request.mask, request.score, dict(request.params)))
     q_part, k_part, v_part = (x.to_local() for x in (q, k, v))
-    if not place.is_whole(q_part):
+    if not place.has_all(q_part):
         length = max(k.shape[2], int(request.q_offset or 0) + q.shape[2])
-        part = place.part(length)
+        part = place._replace(length=length)
         mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
     sinks = place.sinks_of(whole(request.sink_logits, q), q_part.shape[1])
     request = request._replace(mask=mask, score=score, params={}, sink_logits=sinks)
@@ -93,10 +70,10 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
             fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
 
 
-def place_of(q: DTensor) -> PlaceInCall:
+def place_of(q: DTensor) -> PartOfCall:
     """Return which batch elements and heads of a DTensor [B, H, S, D] this process holds."""
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
-    return PlaceInCall(q.shape[0], q.shape[1], first_batch, first_head)
+    return PartOfCall(*q.shape[:2], first_batch=first_batch, first_head=first_head)
 
 
 def own_range(x: DTensor, dim: int) -> tuple[int, int]:

@@ -591,7 +591,7 @@ FAULTS: list[Fault] = [
         ("tests/test_distributed_plan.py",),
     ),
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
-    Fault("sharded.py", "sinks.narrow(0, self.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
+    Fault("spec/parts.py", "sinks.narrow(0, self.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
     # --- calls, caches, orders, threads, pictures ---
     Fault(
         "cache.py",

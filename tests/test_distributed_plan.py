@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flexmasks
 import sequence_on_paper
 from flexmasks.blocks import strips, visible_in_strips, work
+from flexmasks.extend import PartOfCall
 from flexmasks.integrations.distributed import Order, balance, computed_blocks, seen_by
 from flexmasks.integrations.distributed import counts as counts_module
 from flexmasks.integrations.distributed.attention import _Call, _wanted
-from flexmasks.sharded import PlaceInCall
 from flexmasks.spec.definitions import definition
 from sequence_on_paper import plan
 
@@ -302,7 +302,7 @@ def test_keys_that_calls_want_are_not_those_of_calls_of_other_sizes() -> None:
     divided = [(((0, 1024),), ((1024, 2048),)), (((0, 1536),), ((1536, 2048),))]
     cases = list(itertools.product(masks, divided, (1, 2), (1, 3)))
     for mask, parts, batch, heads in (*cases, *cases[::-1]):
-        place = PlaceInCall(batch, heads)
+        place = PartOfCall(batch, heads)
         call = _Call(None, place, mask, None, None, "auto", None, parts)  # type: ignore[arg-type] # no mesh
         want = tuple(seen_by(mask, rows, 2048, batch=batch, heads=heads) for ((*rows,),) in parts)
         assert _wanted(call) == want

@@ -7,8 +7,8 @@ parameters are checked against its sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,21 +25,39 @@ _LENGTH = "length in 0.."  # no kernel is compiled for a new one
 # --- a part of a call, which a process holds ---
 
 
-@dataclass(frozen=True)
-class PartOfCall:
-    """A place in a larger call, where queries and keys have the same positions."""
+class PartOfCall(NamedTuple):
+    """A place in a larger call, where queries and keys have the same positions.
+
+    Example:
+        >>> import flexmasks
+        >>> from flexmasks.extend import PartOfCall, part_of
+        >>> mask = flexmasks.get_mask(lambda b, h, q, kv: q + h >= kv)
+        >>> last = part_of(mask, PartOfCall(batch=1, heads=8, first_head=7))
+        >>> flexmasks.dense_mask(last, 3, 16, heads=1, q_offset=0)[0, 0].sum(1).tolist()
+        [8, 9, 10]
+    """
 
     batch: int  # sizes of the whole call
     heads: int
-    length: int | None  # None for the number of the part's keys
+    length: int | None = None  # None for the number of the part's keys
     first_batch: int = 0  # the index of the part's first batch element
     first_head: int = 0
     first_position: int = 0  # added to the positions of queries, those of `q_offset` included, and of keys
     key_positions: Tensor | None = None  # int[KV], of the part's keys in the whole call, if they are no range
 
+    def has_all(self, q: Tensor) -> bool:
+        """Return whether q has all batch elements and heads."""
+        return (self.batch, self.heads) == q.shape[:2]
+
+    def sinks_of(self, sinks: Tensor | None, heads: int) -> Tensor | None:
+        """Return those of the part's first `heads` heads."""
+        if sinks is None or sinks.shape != (self.heads,):  # `attention` says what is wrong
+            return sinks
+        return sinks.narrow(0, self.first_head, heads)
+
 
 def part_of(value: _Value, part: PartOfCall) -> _Value:
-    """Return a mask or score of a whole call for a part of it."""
+    """Return a mask or score of a whole call for a part of it. Its parameters are checked against the whole call."""
     params: dict[str, Any] = {"inner": value, "batch": part.batch, "heads": part.heads}
     if part.length is not None:
         params["length"] = part.length

@@ -17,7 +17,7 @@ from flexmasks.extend import (
     Band,
     Kept,
     MaskLike,
-    PlaceInCall,
+    PartOfCall,
     ScoreLike,
     Size,
     as_sharded,
@@ -179,7 +179,7 @@ def attention(
     try:
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
-        place = PlaceInCall(*q_part.shape[:2]) if like is None else place_of(like)
+        place = PartOfCall(*q_part.shape[:2]) if like is None else place_of(like)
         call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
         _check(call, q_part, k_part)
         advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
@@ -205,7 +205,7 @@ def attention(
 
 class _Call(NamedTuple):
     mesh: DeviceMesh
-    place: PlaceInCall
+    place: PartOfCall
     mask: Mask | None
     score: Score | None
     sinks: Tensor | None
@@ -493,10 +493,10 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
     length = None if has_all_keys else call.length  # torch.compile compiles for one length if it is a parameter
     first = keys[0][0] if len(keys) == 1 else 0
     if len(keys) == 1 and first <= start:
-        part, offset = place.part(length, first_position=first), start - first
+        part, offset = place._replace(length=length, first_position=first), start - first
     else:
-        part, offset = place.part(length, key_positions=_positions(keys, q.device)), start
-    is_whole = place.is_whole(q) and has_all_keys
+        part, offset = place._replace(length=length, key_positions=_positions(keys, q.device)), start
+    is_whole = place.has_all(q) and has_all_keys
     mask, score = call.mask, call.score
     if mask is not None and not (is_band and part.key_positions is None) and not (is_whole and not _prepares(mask)):
         mask = part_of(mask, part)
