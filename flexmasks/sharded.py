@@ -73,7 +73,7 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
 def place_of(q: DTensor) -> PartOfCall:
     """Return which batch elements and heads of a DTensor [B, H, S, D] this process holds."""
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
-    return PartOfCall(*q.shape[:2], first_batch=first_batch, first_head=first_head)
+    return PartOfCall(q.shape[0], q.shape[1], first_batch=first_batch, first_head=first_head)
 
 
 def own_range(x: DTensor, dim: int) -> tuple[int, int]:
