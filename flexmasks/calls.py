@@ -21,7 +21,7 @@ from torch import Tensor
 from flexmasks import checkpointing, compat
 from flexmasks.backends.call import Refused, Replay, Result
 from flexmasks.backends.call_kind import CallKind
-from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.plain import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
 from flexmasks.blocks.lists import lists_of

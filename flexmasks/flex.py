@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _exact_block_mask
-from flexmasks.backends.greatest import compiled_flex_attention, greatest_scores
+from flexmasks.backends.plain import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
 from flexmasks.plans.portable import made_like, repeated
 from flexmasks.spec.by_name import says_what_to_write

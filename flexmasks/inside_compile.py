@@ -23,7 +23,6 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.backends import (
-    empty,
     fa4,
     flex,
     flex_flash,
@@ -364,7 +363,7 @@ def _without_pairs(
     if mask is not None:
         mask.checked(size)
     tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
-    out, lse = empty.attend(q, k, v, tensors)
+    out, lse = plain.attend_nothing(q, k, v, tensors)
     return out, lse if with_lse else None
 
 
@@ -379,7 +378,7 @@ def _in_plain_operations(
     else:
         mask = cast(Mask, mask)
         mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
-    out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.block_mask, request.scale)
+    out, lse = plain.attend_at_once(q, k, v, score_mod, mask_mod, request.block_mask, request.scale)
     return out, lse if request.return_lse else None
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import decode, fa4_package
 from flexmasks.backends.call import Pages, Result
-from flexmasks.backends.empty import attend as attend_nothing
-from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result
-from flexmasks.backends.empty import attend as attend_nothing
-from flexmasks.backends.empty import computes_nothing
-from flexmasks.backends.greatest import greatest_scores
+from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read
 from flexmasks.kernels.sinks import with_sinks

@@ -345,7 +345,7 @@ FAULTS: list[Fault] = [
         "out",
         ("tests/test_scores.py::test_hidden_pairs_teach_nothing",),
     ),
-    Fault("backends/empty.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
+    Fault("backends/plain.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
     Fault(
         "backends/tiles.py",
         ".sum(-1, keepdim=True) - grad_lse[..., None]",

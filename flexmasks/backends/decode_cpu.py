@@ -18,6 +18,7 @@ from torch import Tensor
 from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Replay
+from flexmasks.backends.plain import attend, scores_of
 from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -132,32 +133,17 @@ class CpuDecodeReplay(Replay):
 
     def _attend_in_steps(self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         """Attend by operations of torch, in float32; hidden scores are replaced, whatever they are."""
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        scores = (rows.float() @ k.float().mT).mul_(scale)
-        if self.score_mod is None:
-            scores += _of_part(self.added, part)
-        scores = scores.view(*q.shape[:3], -1)
-        if self.score_mod is not None:
-            scores = over_indices(self.score_mod, (0,))(
-                scores, *_indices(part.batch, q.shape[1], q.shape[2], part.keys)
-            )
-        scores = scores.masked_fill(~_of_part(self.visible, part), -math.inf)
-        weights, total, lse = _exponentials(scores)
-        out = weights.view(*rows.shape[:3], -1) @ v.float()
-        return (out.view(*q.shape[:3], -1) / total).to(q.dtype), lse
 
+        def changed(scores: Tensor) -> Tensor:
+            if self.score_mod is None:
+                return (scores.view(*rows.shape[:3], -1) + _of_part(self.added, part)).view_as(scores)
+            indices = _indices(part.batch, q.shape[1], q.shape[2], part.keys)
+            return over_indices(self.score_mod, (0,))(scores, *indices)
 
-def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exponentials of scores [..., KV], what divides them [..., 1], and the lse [...].
-
-    The exponentials are those of distances from the highest score, so that equal scores have equal weights, however low
-    they are. All are 0 where every score is -inf.
-    """
-    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-    peak = peak.masked_fill(peak == -math.inf, 0.0)
-    weights = (scores - peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    return weights, total.masked_fill(total == 0, 1.0), (total.log() + peak)[..., 0]
+        out, lse, _ = attend(
+            scores_of(q.float(), k.float(), self.scale, changed, _of_part(self.visible, part)), v.float()
+        )
+        return out.to(q.dtype), lse
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:

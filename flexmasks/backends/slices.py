@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmasks import compat
 from flexmasks.backends.call import exports_any_length
+from flexmasks.backends.plain import attend, precise_dtype, scores_of
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
@@ -162,9 +163,8 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     """Return output and lse of a slice, given its queries, keys and values."""
     if shared.check is not None:
         shared.check()
-    batch, heads, _, size = q.shape
-    dtype = q.dtype
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    batch, heads = q.shape[:2]
+    dtype, precise = q.dtype, precise_dtype(q)
     q, k, v = q.to(precise), k.to(precise), v.to(precise)
     bad_q = bad_k = bad_v = None
     if not shared.all_finite:
@@ -172,31 +172,24 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
         bad_v = ~v.isfinite()
         q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
     heads_per_group = heads // k.shape[1]
-    if heads_per_group > 1:
-        k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
-    scores = (q * (1 / math.sqrt(size) if shared.scale is None else shared.scale)) @ k.transpose(-2, -1)
     q_positions = positions(part.q_stop, q.device, part.q_start)
     kv_positions = positions(part.kv_stop, q.device, part.kv_start)
     visible = _visible(part, shared, (batch, heads), q_positions, kv_positions)
-    if shared.functions.score is not None:
-        b, h = (positions(n, q.device) for n in (batch, heads))
-        scores = shared.functions.score(visible, scores, b, h, q_positions, kv_positions).to(precise)
-    if bad_q is not None and bad_k is not None:
+
+    def changed(scores: Tensor) -> Tensor:
+        if shared.functions.score is not None:
+            b, h = (positions(n, scores.device) for n in (batch, heads))
+            scores = shared.functions.score(visible, scores, b, h, q_positions, kv_positions)
+        if bad_q is None or bad_k is None:
+            return scores
         has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
-        scores = torch.where(has_bad_factor, math.nan, scores)
-    if visible is not None:
-        scores = torch.where(visible, scores, -math.inf)
-    peak = scores.detach().amax(-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(peak == -math.inf, 0.0, peak))
-    total = weights.sum(-1, keepdim=True)
-    sees_something = total != 0  # True if the total is NaN
-    divisor = torch.where(sees_something, total, 1.0)
-    out = torch.where(sees_something, (weights @ v) / divisor, 0.0)
+        return torch.where(has_bad_factor, math.nan, scores)
+
+    out, lse, weights = attend(scores_of(q, k, shared.scale, changed, visible), v)
     if bad_v is not None:
         is_weighted = (weights.detach().nan_to_num() > 0).to(precise)
         bad_values = is_weighted @ bad_v.repeat_interleave(heads_per_group, 1).to(precise)
         out = torch.where(bad_values > 0, math.nan, out)
-    lse = torch.where(sees_something, divisor.log() + peak, -math.inf)[..., 0]
     return out.to(dtype), lse
 
 

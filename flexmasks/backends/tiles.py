@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from flexmasks.backends.plain import exponentials, precise_dtype
 from flexmasks.backends.slices import Visible
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.learning import over_visible
@@ -91,7 +92,7 @@ class Tiles:
         self._kv_heads, self._kv_len = k.shape[1:3]
         self._heads_per_group = self._heads // self._kv_heads
         self._device = q.device
-        self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self._dtype = precise_dtype(q)
         self._integer = torch.int64 if q.dtype == torch.float64 else torch.int32  # as wide as a score
         self._score_mod, self._elements = score_mod, Elements(visible.mask_mod, q.device)
         self._block_size, self._partial, self._full = visible.block_size, visible.partial, visible.full
@@ -147,18 +148,12 @@ class Tiles:
             if self._score_mod is not None:
                 scores.copy_(self._changed(self._score_mod, scores, tile))
             self._set_hidden_to_minus_infinity(scores, tile)
-            peak = scores.amax(-1, keepdim=True)
-            peak.masked_fill_(peak == -math.inf, 0.0)
-            weights = self._exponentials(scores, -peak, scores)
-            total = weights.sum(-1, keepdim=True)
-            sees_nothing = total == 0  # False if the total is NaN
-            total.masked_fill_(sees_nothing, 1.0)
+            weights, total, tile_lse = exponentials(scores, self._exponentials_in_place, self._base)
             tile_out = (weights @ self._keys_of(finite_values, tile)).div_(total)
             if nonfinite is not None:
                 tile_out.masked_fill_(weights.sign() @ self._keys_of(nonfinite, tile) > 0, math.nan)
             self._write(out, tile, tile_out)
-            tile_lse = total.log_().add_(peak, alpha=1 / self._base)
-            self._write(lse, tile, tile_lse.masked_fill_(sees_nothing, -math.inf))
+            self._write(lse, tile, tile_lse)
 
     def backward(
         self,
@@ -238,6 +233,9 @@ class Tiles:
             self._write(grad_q, tile, (grads @ self._keys_of(finite_keys, tile)).mul_(self._scale))
             _add_product(grad_k[tile.groups], tile.keys.selection, self._rows_of(finite_q, tile).mT, grads)
         return [grad_k, grad_v, *grad_learned]
+
+    def _exponentials_in_place(self, scores: Tensor, peak: Tensor) -> Tensor:
+        return self._exponentials(scores, -peak, scores)
 
     def _exponentials(self, scores: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """Write the exponentials of shifted scores; both are logarithms to the tiles' base."""
