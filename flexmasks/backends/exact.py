@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,6 +102,9 @@ class _Table(Trace):
         self._captured: dict[int, frozenset[torch.dtype]] = {}
         self._wrong_signs: set[int] = set()  # remainders that are right only in a comparison with 0
         self._of_pairs: set[int] = set()  # what depends on q or kv
+        self._comparisons: dict[int, tuple[str, Any, Any]] = {}
+        self._by_operation: dict[tuple[Any, ...], Tensor] = {}  # first result of an operation on given inputs
+        self._firsts: dict[int, Tensor] = {}  # by a result, the first result of the same operation
 
     def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
         self._of_pairs.update(map(id, (*scores, *indices[2:])))
@@ -133,10 +136,6 @@ class _Table(Trace):
             self.note(WHOLE)
         elif not self.is_score and value.dtype != torch.bool:
             self.note("it returns no truth values")
-
-    def learn(self, x: Tensor, bounds: Bounds) -> None:
-        self._held.append(x)
-        self._bounds[id(x)] = UNBOUNDED if any(map(math.isnan, bounds)) else bounds
 
     def note(self, error: str) -> None:
         self.errors[error] = None
@@ -170,6 +169,11 @@ class _Table(Trace):
             self._check_dtypes(name, out, args, tensors, numbers)
         if not out.is_floating_point() and out.dtype != torch.bool:
             self._check_whole_numbers(name, out, args, kwargs)
+        if name in COMPARISONS:
+            self._comparisons[id(out)] = (name, *args[:2])
+        if not kwargs and all(isinstance(x, Tensor | int | float) for x in args):
+            operation = (name, *(id(self._first(x)) if isinstance(x, Tensor) else (type(x), x) for x in args))
+            self._firsts[id(out)] = self._by_operation.setdefault(operation, out)
 
     def _check_signs(self, *used: Any) -> None:
         if any(id(x) in self._wrong_signs for x in used):
@@ -259,59 +263,76 @@ class _Table(Trace):
                 self.note("it may shift by less than 0 or more than 31 bits")
 
     def bounds_or_any(self, x: Any) -> Bounds:
-        is_number = isinstance(x, Tensor) and self.is_captured(x) and x.dtype in _NUMBERS
-        return _bounds_in(x) if is_number else super().bounds_or_any(x)
+        """Return the bounds of an operand's values."""
+        if isinstance(x, int | float):
+            return x, x
+        return _bounds_in(x) if self.is_captured(x) else self._bounds[id(x)]
 
     def bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
-        if out.dtype == torch.bool or (out.is_floating_point() and not self.is_score):
-            return (0, 1) if out.dtype == torch.bool else UNBOUNDED
-        if out.is_floating_point():
-            return super().bounds_of(name, out, args, kwargs)
+        """Return the bounds of an operation's results."""
+        if out.dtype == torch.bool:
+            return 0, 1
         if name in KEEP_VALUES:
-            source = args[0]
-            if source.dtype == torch.bool or source.is_floating_point():
-                return (0, 1) if source.dtype == torch.bool else UNBOUNDED
-            info, (low, high) = torch.iinfo(out.dtype), self.bounds_or_any(source)
-            return max(low, info.min), min(high, info.max)
+            return _converted(self.bounds_or_any(args[0]), args[0].dtype, out.dtype)
         if name == "index":
             return _bounds_in(args[0])
-        if name in ("zeros", "zeros_like", "new_zeros"):
-            return 0, 0
-        if name in ("ones", "ones_like", "new_ones"):
-            return 1, 1
-        if name in ("full", "new_full") and isinstance(args[1], int):
-            return args[1], args[1]
+        if name in MAKE_CONSTANTS:
+            return self._bounds_of_constant(name, out, args)
+        if name == "where":
+            return self._chosen(*args)
+        if name.startswith("clamp"):
+            return self._bounds_of_clamp(name, args, kwargs)
         if name in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"):
             return self._bounds_of_bits(name, args)
         (a, b), (c, d) = (self.bounds_or_any(x) for x in (*args, 0)[:2])
-        if name.startswith("clamp"):
-            return self._bounds_of_clamp(name, (a, b), args, kwargs)
+        if name in ("add", "sub", "rsub"):
+            ends = [kwargs.get("alpha", 1) * x for x in (c, d)]
+            if name == "rsub":
+                return UNBOUNDED if kwargs.get("alpha", 1) != 1 else (c - b, d - a)
+            return (a + min(ends), b + max(ends)) if name == "add" else (a - max(ends), b - min(ends))
+        if name == "mul":
+            ends = [x * y if x and y else 0.0 for x in (a, b) for y in (c, d)]
+            return min(ends), max(ends)
+        if name in ("neg", "abs"):
+            return (-b, -a) if name == "neg" else (max(a, -b, 0), max(b, -a))
+        if name in ("maximum", "minimum"):
+            return (max(a, c), max(b, d)) if name == "maximum" else (min(a, c), min(b, d))
+        if name in ("div", "floor_divide") and c > 0 and d < math.inf:
+            ends = [x / y for x in (a, b) for y in (c, d)]
+            mode = kwargs.get("rounding_mode") if name == "div" else "floor"
+            return (min(ends), max(ends)) if mode is None else _rounded(min(ends), max(ends), down=mode == "floor")
+        if name in ("div", "floor_divide") and d < 0:
+            return -max(abs(a), abs(b)), max(abs(a), abs(b))
+        if name == "remainder" and (c > 0 or d < 0):
+            return (min(c, 0), max(d, 0)) if out.is_floating_point() else (min(c + 1, 0), max(d - 1, 0))
         if name == "bitwise_right_shift":
             return min(a, 0), max(b, 0)
         if name == "bitwise_left_shift" and 0 <= c <= d < 32:
             return min(a, 0) * 2**d, max(b, 0) * 2**d
         if name == "pow":
-            n = args[1]
-            if type(n) is not int or not 1 <= n < 64 or math.inf in (-a, b):
-                return UNBOUNDED
-            largest = max(abs(a), abs(b)) ** n
-            return (0 if n % 2 == 0 else -largest), largest
-        if name in ("div", "floor_divide", "remainder") and (c > 0 or d < 0):
-            if name == "remainder":
-                return min(c + 1, 0), max(d - 1, 0)
-            if c > 0 and d < math.inf:
-                return super().bounds_of(name, out, args, kwargs)
-            largest = max(abs(a), abs(b))
-            return -largest, largest
-        if name in ("sub", "rsub", "add") and isinstance(alpha := kwargs.get("alpha", 1), int) and alpha != 1:
-            ends = alpha * c, alpha * d
-            c, d = min(ends), max(ends)
-            return (a + c, b + d) if name == "add" else (a - d, b - c) if name == "sub" else UNBOUNDED
-        return super().bounds_of(name, out, args, kwargs)
+            return self._bounds_of_power((a, b), args[1])
+        if name in ("exp", "exp2"):
+            return 0, (math.exp if name == "exp" else math.exp2)(min(b, 700.0))
+        return UNBOUNDED
 
-    def _bounds_of_clamp(self, name: str, bounds: Bounds, args: Any, kwargs: Any) -> Bounds:
+    def _bounds_of_constant(self, name: str, out: Tensor, args: Any) -> Bounds:
+        if "zeros" in name or "ones" in name:
+            return (1, 1) if "ones" in name else (0, 0)
+        if name.startswith("lift_fresh"):
+            value = _value_of_constant(out)
+            return UNBOUNDED if value is None or math.isnan(value) else (value, value)
+        return self.bounds_or_any(args[0 if name == "scalar_tensor" else 1])
+
+    def _bounds_of_power(self, bounds: Bounds, exponent: Any) -> Bounds:
+        is_even = isinstance(exponent, int | float) and exponent % 2 == 0
+        if type(exponent) is not int or not 1 <= exponent < 64 or math.inf in (-bounds[0], bounds[1]):
+            return (0, math.inf) if is_even or bounds[0] > 0 else UNBOUNDED
+        largest = max(abs(bounds[0]), abs(bounds[1])) ** exponent
+        return (0 if is_even else -largest), largest
+
+    def _bounds_of_clamp(self, name: str, args: Any, kwargs: Any) -> Bounds:
         given = dict(zip(("min", "max") if name != "clamp_max" else ("max",), args[1:], strict=False)) | kwargs
-        low, high = bounds
+        low, high = self.bounds_or_any(args[0])
         if given.get("min") is not None:
             low, high = (max(x, y) for x, y in zip((low, high), self.bounds_or_any(given["min"]), strict=True))
         if given.get("max") is not None:
@@ -328,11 +349,56 @@ class _Table(Trace):
             return 0, min(high for low, high in bounds if low >= 0)
         return (0 if name != "bitwise_not" and all(low >= 0 for low, _ in bounds) else -power), power - 1
 
+    def _first(self, x: Any) -> Any:
+        return self._firsts.get(id(x), x)
+
+    def _chosen(self, condition: Any, x: Any, y: Any) -> Bounds:
+        """Return the bounds of where(condition, x, y); a comparison bounds the operand that it selects."""
+        (a, b), (c, d) = self.bounds_or_any(x), self.bounds_or_any(y)
+        name, compared, limit = self._comparisons.get(id(condition), ("", None, None))
+        low, high = UNBOUNDED if limit is None else self.bounds_or_any(limit)
+        compared, x, y = map(self._first, (compared, x, y))
+        if compared is y and name in ("lt", "le"):
+            c = max(c, low)
+        elif compared is y and name in ("gt", "ge"):
+            d = min(d, high)
+        elif compared is x and name in ("lt", "le"):
+            b = min(b, high)
+        elif compared is x and name in ("gt", "ge"):
+            a = max(a, low)
+        return min(a, c), max(b, d)
+
 
 def _bounds_in(table: Tensor) -> Bounds:
-    """Return the bounds of the whole numbers in a captured tensor."""
+    """Return the bounds of the numbers in a captured tensor."""
+    known: Bounds | None = getattr(table, "bounds", None)  # see spec.indexing.bounded
+    if known is not None or table.is_floating_point() or table.dtype == torch.bool:
+        return known or ((0, 1) if table.dtype == torch.bool else UNBOUNDED)
     info = torch.iinfo(table.dtype)
-    return getattr(table, "bounds", None) or (_IN_LARGE_TENSORS if info.bits == 64 else (info.min, info.max))
+    return _IN_LARGE_TENSORS if info.bits == 64 else (info.min, info.max)
+
+
+def _converted(bounds: Bounds, source: torch.dtype, target: torch.dtype) -> Bounds:
+    """Return the bounds of converted values; whole numbers beyond 32 bits are taken not to be converted to 32."""
+    if target.is_floating_point:
+        return bounds
+    info, (low, high) = torch.iinfo(target), _rounded(*bounds) if source.is_floating_point else bounds
+    return max(low, info.min), min(high, info.max)
+
+
+def _rounded(low: float, high: float, down: bool = False) -> Bounds:
+    """Return the bounds of values in low..high after rounding to integers, down or in any direction."""
+    of_high = math.floor if down else math.ceil
+    return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else of_high(high)
+
+
+def _value_of_constant(x: Tensor) -> float | None:
+    """Return the value of a tensor without data that was made of a number, or None."""
+    constant = getattr(x, "constant", None)
+    if constant is None or constant.numel() != 1:
+        return None
+    with compat.without_dispatch_modes():
+        return cast(float, constant.item())
 
 
 def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ _TENSOR: Any = torch.Tensor
 # What a function calls to ask for a dtype, and casts, which do nothing if a tensor has the dtype already.
 _QUESTIONS = _TENSOR.dtype.__get__, _TENSOR.itemsize.__get__, _TENSOR.element_size, torch.result_type
 _CASTS = _TENSOR.int, _TENSOR.to, _TENSOR.type
-INTEGERS_IN_TENSORS: Bounds = (-(2.0**30), 2.0**30)  # assumed of captured tensors
 
 
 class Trace(compat.TorchDispatchMode):
@@ -51,9 +50,6 @@ class Trace(compat.TorchDispatchMode):
         self.divisions = 0  # divisions and remainders
         self._bounds: dict[int, Bounds] = {}
         self._constants: set[int] = set()
-        self._comparisons: dict[int, tuple[str, Any, Any]] = {}
-        self._by_operation: dict[tuple[Any, ...], Tensor] = {}  # first result of an operation on given inputs
-        self._firsts: dict[int, Tensor] = {}  # by a result, the first result of the same operation
         self._held: list[Tensor] = []  # keeps the ids of tensors unique
         self._decompositions = compat.decompositions()
 
@@ -75,11 +71,13 @@ class Trace(compat.TorchDispatchMode):
         """Note errors that only show in what the function returns."""
 
     def learn(self, x: Tensor, bounds: Bounds) -> None:
-        """Note a tensor with the bounds of its values."""
+        """Note a tensor of the function's own with the bounds of its values."""
         self._held.append(x)
-        low, high = bounds
-        fits = x.is_floating_point() or -(2**31) <= low <= high < 2**31
-        self._bounds[id(x)] = bounds if fits and not (math.isnan(low) or math.isnan(high)) else UNBOUNDED
+        self._bounds[id(x)] = UNBOUNDED if any(map(math.isnan, bounds)) else bounds
+
+    def bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
+        """Return the bounds of an operation's results."""
+        return UNBOUNDED
 
     def is_wider_in_python(self, x: Tensor) -> bool:
         """Return whether a tensor has another dtype where indices have 64 bits."""
@@ -121,100 +119,7 @@ class Trace(compat.TorchDispatchMode):
                 self._constants.add(id(out))
             self.find_errors(name, out, args, kwargs)
             self.learn(out, self.bounds_of(name, out, args, kwargs))
-            if name in COMPARISONS:
-                self._comparisons[id(out)] = (name, *args[:2])
-            if not kwargs and all(isinstance(x, Tensor | int | float) for x in args):
-                operation = (func, *(id(self._first(x)) if isinstance(x, Tensor) else (type(x), x) for x in args))
-                self._firsts[id(out)] = self._by_operation.setdefault(operation, out)
         return out
-
-    def bounds_or_any(self, x: Any) -> Bounds:
-        """Return the bounds of an operand's values."""
-        if isinstance(x, int | float):
-            return x, x
-        captured: Bounds = getattr(x, "bounds", UNBOUNDED)  # see spec.indexing.bounded
-        return self._bounds.get(id(x), captured)
-
-    def bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
-        """Return the bounds of an operation's results."""
-        if out.dtype == torch.bool:
-            return 0, 1
-        if name in KEEP_VALUES:
-            bounds = (
-                self.bounds_or_any(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else UNBOUNDED
-            )
-            return bounds if out.is_floating_point() else _rounded(*bounds)
-        if name in ("lift_fresh", "lift_fresh_copy"):
-            value = _value_of_constant(out)
-            return UNBOUNDED if value is None or math.isnan(value) else (value, value)
-        if name in ("full", "full_like", "scalar_tensor"):
-            return self.bounds_or_any(args[0 if name == "scalar_tensor" else 1])
-        if name == "index":
-            return getattr(args[0], "bounds", UNBOUNDED if out.is_floating_point() else INTEGERS_IN_TENSORS)
-        if name == "where":
-            return self._chosen(*args)
-        (a, b), (c, d) = (self.bounds_or_any(x) for x in (*args, 0)[:2])
-        if name in ("sub", "rsub", "add") and kwargs.get("alpha", 1) != 1:
-            return UNBOUNDED
-        if name == "add":
-            return a + c, b + d
-        if name in ("sub", "rsub"):
-            return (a - d, b - c) if name == "sub" else (c - b, d - a)
-        if name == "mul":
-            ends = [x * y if x and y else 0.0 for x in (a, b) for y in (c, d)]
-            return min(ends), max(ends)
-        if name in ("neg", "abs"):
-            return (-b, -a) if name == "neg" else (max(a, -b, 0), max(b, -a))
-        if name in ("maximum", "minimum"):
-            return (max(a, c), max(b, d)) if name == "maximum" else (min(a, c), min(b, d))
-        if name in ("div", "floor_divide") and c > 0 and d < math.inf:
-            ends = [x / y for x in (a, b) for y in (c, d)]
-            mode = kwargs.get("rounding_mode") if name == "div" else "floor"
-            return (min(ends), max(ends)) if mode is None else _rounded(min(ends), max(ends), down=mode == "floor")
-        if name == "remainder" and c > 0:
-            return 0, d if out.is_floating_point() else d - 1
-        if name == "bitwise_and" and max(a, c) >= 0:
-            return 0, min(y for x, y in ((a, b), (c, d)) if x >= 0)
-        if name == "pow":
-            is_even = isinstance(args[1], int | float) and args[1] % 2 == 0
-            return (0, math.inf) if is_even or a > 0 else UNBOUNDED
-        if name in ("exp", "exp2"):
-            return 0, (math.exp if name == "exp" else math.exp2)(min(b, 700.0))
-        return UNBOUNDED
-
-    def _first(self, x: Any) -> Any:
-        return self._firsts.get(id(x), x)
-
-    def _chosen(self, condition: Any, x: Any, y: Any) -> Bounds:
-        """Return the bounds of where(condition, x, y); a comparison bounds the operand that it selects."""
-        (a, b), (c, d) = self.bounds_or_any(x), self.bounds_or_any(y)
-        name, compared, limit = self._comparisons.get(id(condition), ("", None, None))
-        low, high = self.bounds_or_any(limit)
-        compared, x, y = map(self._first, (compared, x, y))
-        if compared is y and name in ("lt", "le"):
-            c = max(c, low)
-        elif compared is y and name in ("gt", "ge"):
-            d = min(d, high)
-        elif compared is x and name in ("lt", "le"):
-            b = min(b, high)
-        elif compared is x and name in ("gt", "ge"):
-            a = max(a, low)
-        return min(a, c), max(b, d)
-
-
-def _rounded(low: float, high: float, down: bool = False) -> Bounds:
-    """Return the bounds of values in low..high after rounding to integers, down or in any direction."""
-    of_high = math.floor if down else math.ceil
-    return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else of_high(high)
-
-
-def _value_of_constant(x: Tensor) -> float | None:
-    """Return the value of a tensor without data that was made of a number, or None."""
-    constant = getattr(x, "constant", None)
-    if constant is None or constant.numel() != 1:
-        return None
-    with compat.without_dispatch_modes():
-        return cast(float, constant.item())
 
 
 class _Lookups(TorchFunctionMode):

@@ -78,7 +78,8 @@ def words_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> Tensor:
     blocks = padded.unflatten(3, (columns, width)).unflatten(2, (rows, height)).transpose(3, 4)
     if compat.is_compiling():  # Inductor of torch 2.11 views no booleans as numbers
         shifts = torch.arange(BITS, device=visible.device)
-        return (blocks.unflatten(-1, (-1, BITS)).long() << shifts).sum(-1).to(torch.int32)
+        words: Tensor = (blocks.unflatten(-1, (-1, BITS)).long() << shifts).sum(-1).to(torch.int32)
+        return words
     words = packed(blocks.flatten(0, 3))
     return words.view(*visible.shape[:2], rows, columns, height, width // BITS)
 
