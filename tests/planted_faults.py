@@ -305,8 +305,8 @@ FAULTS: list[Fault] = [
     Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
     Fault(
         "backends/decode_cpu.py",
-        "(rows.float() @ k.float().mT).mul_",
-        "(rows @ k.mT).float().mul_",
+        "scores_of(q.float(), k.float(), self",
+        "scores_of(q, k, self",
         ("tests/test_decode.py::test_products_beyond_half_precision_beside_poison",),
     ),
     Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
