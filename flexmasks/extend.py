@@ -10,8 +10,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
   `check_placements`, `place_of`, `whole`, `as_sharded` and `joined` are for DTensors.
-- The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept`, `key_of` and `identity` find again
-  what was made of a mask or of tensors.
+- The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
+  was made of a mask or of tensors.
 - torch.compile: `is_compiling`, `constants`, `constant_in_graphs`. `group_timeout` and `all_to_all_single` stand for
   names of torch's processes that are not public in all of its versions.
 - A backend: `add_backend` takes a `Backend`, which decides on a `Call` and returns a `Result`, or raises `Unavailable`.
@@ -34,7 +34,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
 from flexmasks.blocks.work import Work, progress
-from flexmasks.cache import ENTRY, PLANS, Part, identity
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
 from flexmasks.kernels.wide import copy
 from flexmasks.planning import Plan
@@ -74,7 +74,7 @@ __all__ = [
     "from_arguments", "MaskLike", "ScoreLike", "definition", "define", "Definition", "Parameter",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices",
     "PartOfCall", "part_of", "check_placements", "place_of", "whole", "as_sharded", "joined",
-    "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of", "identity",
+    "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_compiling", "constants", "constant_in_graphs", "group_timeout", "all_to_all_single",
     "add_backend", "Backend", "Call", "Result", "Unavailable",
 ]  # fmt: skip

@@ -65,7 +65,7 @@ _BLOCK = 128  # queries and keys of a block
 # instead of "heads", by which all compute as much, if the busiest one computes at most so many times the mean.
 _SAVES_MUCH, _NEARLY_EVEN = 0.5, 1.15
 _WANTED: Kept[tuple[Parts, ...]] = Kept("seen")  # the keys that processes want
-_ROWS_COUNTED = 256  # of a part, of which the others are taken to see as many keys
+_ROWS_COUNTED = 64  # of a part, of which the others are taken to see as many keys
 _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 
 

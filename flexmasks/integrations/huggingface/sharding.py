@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from flexmasks.extend import identity, says_what_to_write
+from flexmasks.extend import Kept, says_what_to_write
 
 if TYPE_CHECKING:  # torch may be built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch may be built without torch.distributed
     from flexmasks.integrations.distributed import Order
 
 _ACTIVE: list[Sharding] = []
+_GATHERED: Kept[Whole] = Kept("huggingface.sharded")
 
 
 def active() -> Sharding | None:
@@ -145,10 +146,6 @@ class Sharding:
     how: str
     check: bool
     position_ids: Tensor | None = None
-    # The last part that was gathered. The part itself is kept, because each process must see it die alike.
-    _part: Tensor | None = None
-    _identity: Any = None
-    _whole: Whole | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, query: Tensor, key: Tensor, value: Tensor, order: Order, **arguments: Any) -> Tensor:
@@ -179,8 +176,9 @@ class Sharding:
         elif length != order.sizes[rank]:
             problem = problem or f"by `order` this process has {order.sizes[rank]} tokens, but the model got {length}."
         # Without checks a process cannot know whether others have kept their parts, too.
-        is_kept = self.check and part is not None and part is self._part and self._identity is not None
-        is_new = not (is_kept and identity(cast(Tensor, part)) == self._identity)
+        key, parts = (self.mesh, self.order), [] if part is None else [part]
+        known = _GATHERED.get(key, parts) if self.check and parts else None
+        is_new = known is None
         lengths = [length] * self.mesh.size()
         if self.check:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
@@ -199,15 +197,16 @@ class Sharding:
                 )
         if problem or advice:
             fail_sharded(problem or advice)
-        if not is_new and self._whole is not None:
-            return self._whole
+        if known is not None and not is_new:
+            return known
         order = order or Order(sum(lengths), following(lengths))
         if part is None:
             return Whole(None, order)
         given = part.to(torch.uint8) if part.dtype == torch.bool else part
         whole = unshard(given, order, self.mesh, 1, False).to(part.dtype)
-        self._part, self._identity, self._whole = part, identity(part), Whole(whole, order)
-        return self._whole
+        gathered = Whole(whole, order)
+        _GATHERED.put(key, parts, gathered, whole.nbytes)
+        return gathered
 
 
 def _counts_from_0(position_ids: Tensor | None, length: int) -> bool:
