@@ -74,6 +74,7 @@ TESTS = {
     "planning": "plan_held plan_updates",
     "sharded": "distributed",
     "softmax": "softmax",
+    "extend": "extend picture distributed_plan",
     "trees": "trees",
     "workers": "threads",
 }

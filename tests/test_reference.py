@@ -14,6 +14,7 @@ import pytest
 
 import flexmasks
 import gallery as gallery_module
+from flexmasks import extend
 from flexmasks.integrations import distributed, huggingface
 from flexmasks.pictures import output
 from gallery import gallery
@@ -26,11 +27,11 @@ def public() -> Iterator[tuple[str, str, Any]]:
     defined = [(n, f) for n, f in vars(flexmasks.orders).items() if inspect.isfunction(f) and not n.startswith("_")]
     orders = [n for n, f in defined if f.__module__ == flexmasks.orders.__name__]
     modules = [(flexmasks, flexmasks.__all__), (flexmasks.orders, orders)]
-    modules += [(huggingface, huggingface.__all__), (distributed, distributed.__all__)]
+    modules += [(huggingface, huggingface.__all__), (distributed, distributed.__all__), (extend, extend.__all__)]
     for module, names in modules:
         for name in names:
             value = getattr(module, name)
-            if not inspect.ismodule(value):
+            if inspect.isclass(value) or inspect.isroutine(value):  # no modules, no unions of types
                 yield f"{module.__name__.replace('.', '/')}.html", name, value
 
 

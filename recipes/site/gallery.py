@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ USES = {
 }  # fmt: skip
 # Modules of public names, and what they need to be imported.
 _MODULES = (
-    "flexmasks", "flexmasks.orders", "flexmasks.integrations.huggingface", "flexmasks.integrations.distributed",
+    "flexmasks", "flexmasks.orders", "flexmasks.extend", "flexmasks.integrations.huggingface",
+    "flexmasks.integrations.distributed",
 )  # fmt: skip
 _NEEDS = {"flexmasks.integrations.huggingface": "transformers"}
 
@@ -106,7 +108,10 @@ def _write_reference(folder: Path) -> None:
     # After each package come its modules, which are left out.
     chosen = [spec for name in modules for spec in (name, f"!{name}[.]")]
     pdoc.render.configure(docformat="google", show_source=False)
-    pdoc.pdoc(*chosen, output_directory=folder)
+    with warnings.catch_warnings():
+        # The annotations of named tuples are texts, which pdoc cannot read in another module.
+        warnings.filterwarnings("ignore", "Error parsing type annotation")
+        pdoc.pdoc(*chosen, output_directory=folder)
 
 
 def code(kind: str, name: str) -> str:
