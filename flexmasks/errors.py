@@ -1,12 +1,26 @@
-"""What an error of torch says: whether memory ran out, a file was damaged, or a kernel has a known fault."""
+"""What errors say: whether memory ran out, a file was damaged, or a kernel has a known fault; which line of the user's
+code raised them; and why something cannot be pickled.
+
+A process pickles what it sends through a queue, as a worker of a DataLoader does, in a thread of the queue. Python only
+prints an error of that thread, and the receiving process waits forever. There an object that cannot be pickled is
+therefore sent as its error, which the receiving process raises.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import operator
 import pickle
+import sys
+import threading
+import types
 from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from flexmasks import compat
 
@@ -74,3 +88,85 @@ def cannot_read(error: BaseException) -> bool:
 
 def cannot_write(error: BaseException) -> bool:
     return any(isinstance(e, OSError) and e.errno in _CANNOT_WRITE for e in causes(error))
+
+
+_NOT_THE_USERS = {"flexmasks", "torch", "numpy", *sys.stdlib_module_names}
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback with the frames of the user's code alone, None without any."""
+    frames = []
+    while trace is not None:
+        if not _is_theirs(trace.tb_frame.f_globals.get("__name__")):
+            frames.append(trace)
+        trace = trace.tb_next
+    shown: TracebackType | None = None
+    for t in reversed(frames):
+        shown = TracebackType(shown, t.tb_frame, t.tb_lasti, t.tb_lineno)
+    return shown
+
+
+def users_line(trace: TracebackType | None, function: Any) -> str:
+    """Return where the user's code raised an error, or "".
+
+    function: the user's function, whose first line is named if it has returned what is wrong.
+    """
+    shown = users_frames(trace)
+    if shown is not None:
+        while shown.tb_next is not None:
+            shown = shown.tb_next
+        raised = shown.tb_frame.f_code
+        return f'File "{raised.co_filename}", line {shown.tb_lineno}, in {raised.co_name}'
+    code = getattr(function, "__code__", None)
+    if code is None or _is_theirs(function.__module__):
+        return ""
+    return f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+
+
+def _is_theirs(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _NOT_THE_USERS
+
+
+_THREAD_OF_QUEUES = "QueueFeederThread"  # name of the thread of multiprocessing.Queue that pickles
+
+
+def refused_to_pickle(message: str) -> Any:
+    """Return what `__reduce__` returns for an object that cannot be pickled, or raise PicklingError."""
+    if _in_queue():
+        return raise_refusal, (message,)
+    raise pickle.PicklingError(message)
+
+
+def raise_refusal(message: str) -> NoReturn:
+    raise pickle.PicklingError(message)
+
+
+def why_not_pickled(value: Any) -> str:
+    """Return why a function or a parameter cannot be pickled, or ""."""
+    if isinstance(value, types.FunctionType):
+        return "" if _has_name(value) else f"{value.__qualname__} is no function that a module holds by its name"
+    if isinstance(value, functools.partial):
+        return why_not_pickled((value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, tuple):
+        return next(filter(None, map(why_not_pickled, value)), "")
+    if not _in_queue():  # pickle raises its own error
+        return ""
+    if isinstance(value, Tensor):
+        is_result = value.requires_grad and not value.is_leaf
+        return "a tensor is part of an autograd graph, use `.detach()`" if is_result else ""
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # objects of users may raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _in_queue() -> bool:
+    return threading.current_thread().name == _THREAD_OF_QUEUES
+
+
+def _has_name(function: types.FunctionType) -> bool:
+    try:
+        return operator.attrgetter(function.__qualname__)(sys.modules[function.__module__]) is function
+    except (AttributeError, KeyError):
+        return False

@@ -9,7 +9,7 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   (`MaskLike`, `ScoreLike`); a `Definition` has a `Parameter` for each of the function's.
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
-  `check_placements`, `place_of`, `whole`, `as_sharded` and `joined` are for DTensors.
+  `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
 - torch.compile: `is_compiling`, `constants`, `constant_in_graphs`. `group_timeout` and `all_to_all_single` stand for
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from flexmasks.backends.table import Backend
     from flexmasks.compat import all_to_all_single
     from flexmasks.planned import under_autocast
-    from flexmasks.sharded import as_sharded, check_placements, joined, place_of, whole
+    from flexmasks.sharded import as_sharded, check_placements, joined, users_line, whole
 
 # Names whose modules take long to import.
 _MODULES = {
@@ -66,14 +66,14 @@ _MODULES = {
     "Backend": "flexmasks.backends.table",
     "all_to_all_single": "flexmasks.compat",
     "under_autocast": "flexmasks.planned",
-    **dict.fromkeys(("as_sharded", "check_placements", "joined", "place_of", "whole"), "flexmasks.sharded"),
+    **dict.fromkeys(("as_sharded", "check_placements", "joined", "users_line", "whole"), "flexmasks.sharded"),
 }
 
 __all__ = [
     "says_what_to_write", "in_message", "as_number", "device_named", "progress",
     "from_arguments", "MaskLike", "ScoreLike", "definition", "define", "Definition", "Parameter",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices",
-    "PartOfCall", "part_of", "check_placements", "place_of", "whole", "as_sharded", "joined",
+    "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_compiling", "constants", "constant_in_graphs", "group_timeout", "all_to_all_single",
     "add_backend", "Backend", "Call", "Result", "Unavailable",

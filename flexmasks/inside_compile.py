@@ -69,8 +69,7 @@ from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.encoding import decode, encode_if_readable
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.resolved import ResolvedInner
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)

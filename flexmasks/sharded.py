@@ -36,7 +36,7 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
         fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
     if isinstance(request.q_offset, str):
         request = request._replace(q_offset=of_word("flexmasks.attention", request.q_offset, q.shape[2], k.shape[2]))
-    place = place_of(q)
+    place = users_line(q)
     mask, score = (whole(x, q) for x in from_arguments(request.mask, request.score, dict(request.params)))
     q_part, k_part, v_part = (x.to_local() for x in (q, k, v))
     if not place.has_all(q_part):
@@ -70,7 +70,7 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
             fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
 
 
-def place_of(q: DTensor) -> PartOfCall:
+def users_line(q: DTensor) -> PartOfCall:
     """Return which batch elements and heads of a DTensor [B, H, S, D] this process holds."""
     (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
     return PartOfCall(q.shape[0], q.shape[1], first_batch=first_batch, first_head=first_head)

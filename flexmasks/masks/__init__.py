@@ -8,7 +8,7 @@ import pkgutil
 
 from flexmasks.masks.packed import packed as _packed
 from flexmasks.masks.paged import paged as _paged
-from flexmasks.spec.constructors import constructors as _constructors
+from flexmasks.spec.arguments import constructors as _constructors
 
 for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
     importlib.import_module(_module.name)

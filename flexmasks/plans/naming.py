@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
+from flexmasks.errors import users_frames, users_line
 from flexmasks.plans.data import CannotBeData
 from flexmasks.ranges.context import Refused
-from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.parameters import Size, how_to_move
 from flexmasks.spec.values import Mask, Modifier
 
@@ -51,7 +51,7 @@ def naming(value: Modifier) -> Iterator[None]:
             text = f"{what} failed on index tensors: {type(error).__name__}: {text[:300]}"
         if "device" in text or " on meta" in text:
             text = f"{text.rstrip('.')}{_whereabouts(value)}"
-        place, trace = place_of(error.__traceback__, value.definition.function), of_user(error.__traceback__)
+        place, trace = users_line(error.__traceback__, value.definition.function), users_frames(error.__traceback__)
         named = (TypeError if isinstance(error, TypeError) else ValueError)(f"{text} ({place})" if place else text)
         if is_refusal or (trace is None and isinstance(error, ValueError | TypeError)):  # the message says all
             raise named.with_traceback(trace) from None

@@ -146,21 +146,21 @@ class _Step(NamedTuple):
     last: list[int]
 
 
-def _step_of(operation: _Operation, place_of: Callable[[_Value], int]) -> _Step:
+def _step_of(operation: _Operation, users_line: Callable[[_Value], int]) -> _Step:
     """Return a step, which holds no value: a value would keep alive all that it was made from."""
     places, lists, args = [], [], []
     for n, x in enumerate(operation.args):
         if isinstance(x, _Value):
-            places.append((n, place_of(x)))
+            places.append((n, users_line(x)))
         elif isinstance(x, list) and any(isinstance(y, _Value) for y in x):
-            lists.append((n, [place_of(y) if isinstance(y, _Value) else None for y in x]))
+            lists.append((n, [users_line(y) if isinstance(y, _Value) else None for y in x]))
         else:
             args.append(x)
             continue
         args.append(None)
-    named = [(name, place_of(x)) for name, x in operation.kwargs.items() if isinstance(x, _Value)]
+    named = [(name, users_line(x)) for name, x in operation.kwargs.items() if isinstance(x, _Value)]
     kwargs = {name: x for name, x in operation.kwargs.items() if not isinstance(x, _Value)}
-    results = [place_of(x) for x in operation.results]
+    results = [users_line(x) for x in operation.results]
     return _Step(operation.function, args, kwargs, places, lists, named, results, operation.gives_one, [])
 
 
@@ -172,14 +172,14 @@ class Program:
         places_of = {value: n for n, value in enumerate(inputs)}
         self._values: list[Tensor | None] = [None] * len(inputs)
 
-        def place_of(value: _Value) -> int:
+        def users_line(value: _Value) -> int:
             if value not in places_of:
                 places_of[value] = len(self._values)
                 self._values.append(value.like if value.is_kept else None)
             return places_of[value]
 
-        self.steps = [_step_of(operation, place_of) for operation in operations]
-        self._outputs = [place_of(value) for value in outputs]
+        self.steps = [_step_of(operation, users_line) for operation in operations]
+        self._outputs = [users_line(value) for value in outputs]
         read = {*self._outputs, *range(len(inputs))}
         for step in reversed(self.steps):
             places = {place for _, place in (*step.places, *step.named)}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.errors import users_frames
 from flexmasks.spec.definitions import advice_on_tensor, meant_by, owners_of
 from flexmasks.spec.elsewhere import ADVICE
-from flexmasks.spec.frames import of_user
 from flexmasks.spec.parameters import in_message
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -83,7 +83,7 @@ def says_what_to_write(
                     for within in _WITHIN.get(where, ()):
                         if str(error).startswith(within):
                             error.args = (f"{where}:{str(error).removeprefix(within)}",)
-                    raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
+                    raise error.with_traceback(users_frames(error.__traceback__)) from error.__cause__
                 problem = _unfit(where, signature, names, args, kwargs)
                 if not problem:
                     raise

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.errors import refused_to_pickle, why_not_pickled
 from flexmasks.spec.elsewhere import ADVICE, NAMES
 from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_dense, parameters_of, shortened
-from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.structure import is_empty
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
@@ -89,9 +89,9 @@ class Definition:
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         if self.registered:
             return from_pickle, (self.kind, self.name)
-        problem = why_not(self.function)
+        problem = why_not_pickled(self.function)
         if problem:
-            return refused(
+            return refused_to_pickle(
                 f"flexmasks: the {self.kind} {self.name!r} cannot be pickled, because pickles hold functions by name: "
                 f"{problem}. Define it at the top level of a module, with tensors and numbers as parameters after `*`, "
                 f"or register it with flexmasks.register_{self.kind}."

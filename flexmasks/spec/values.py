@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
+from flexmasks.errors import refused_to_pickle, why_not_pickled
 from flexmasks.spec.aliases import in_one_piece
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import (
@@ -45,9 +46,35 @@ from flexmasks.spec.parameters import (
     in_message,
     same,
 )
-from flexmasks.spec.pickles import refused, why_not
-from flexmasks.spec.resolved import Absent, Given, ResolvedInner
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
+
+
+@dataclass(frozen=True)
+class ResolvedInner(Readable):
+    """The resolved arguments of the masks or scores inside the parameter `source`."""
+
+    source: str
+    resolved: tuple[Mapping[str, Any], ...]
+
+    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+        key, make = walk.take(self.resolved, (id(self), "attribute", "resolved"))
+        source = self.source
+        return (source, key), lambda filling: ResolvedInner(source, make(filling))
+
+
+@dataclass(frozen=True)
+class Given(Readable):
+    """The user's own tensor, given as this parameter."""
+
+    parameter: str
+
+    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+        return self, lambda _: self
+
+
+class Absent:
+    """A parameter that `prepare` consumed and the function does not take."""
+
 
 # Pairs of a 0-dimensional tensor and the same number for each head.
 Spread = list[tuple[Tensor, Tensor]]
@@ -355,9 +382,9 @@ class Modifier(Readable):
 
     def __reduce__(self) -> Any:
         parts = itertools.chain.from_iterable(map(_parts_of, self.params.values()))
-        problem = why_not(tuple(x for x in parts if not isinstance(x, Modifier)))
+        problem = why_not_pickled(tuple(x for x in parts if not isinstance(x, Modifier)))
         if problem:
-            return refused(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
+            return refused_to_pickle(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
         return loaded, (self.kind, self.definition, dict(self.params))
 
     def __eq__(self, other: object) -> bool:

@@ -30,9 +30,9 @@ from flexmasks.extend import (
     joined,
     key_of,
     part_of,
-    place_of,
     says_what_to_write,
     under_autocast,
+    users_line,
     whole,
 )
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
@@ -179,7 +179,7 @@ def attention(
     try:
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
-        place = PartOfCall(*q_part.shape[:2]) if like is None else place_of(like)
+        place = PartOfCall(*q_part.shape[:2]) if like is None else users_line(like)
         call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
         _check(call, q_part, k_part)
         advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
