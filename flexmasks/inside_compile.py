@@ -55,7 +55,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
-from flexmasks.kernels.separate import separate
+from flexmasks.kernels.operators import separate
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail

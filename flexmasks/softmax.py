@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.kernels.softmax_operator import has_transforms
+from flexmasks.kernels.softmax_operator import has_transforms, hidden_places, softmax
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
-from flexmasks.kernels.softmax_plain import hidden_places, softmax
 from flexmasks.plans.rows import rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.spec.aliases import has_derivatives

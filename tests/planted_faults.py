@@ -504,15 +504,15 @@ FAULTS: list[Fault] = [
     ),
     Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
     # --- the masked softmax ---
-    Fault("kernels/softmax_plain.py", "slopes = scale * weights * (slopes", "slopes = weights * (slopes"),
-    Fault("kernels/softmax_plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)"),
-    Fault("kernels/softmax_plain.py", "(columns >= bounds[..., 1:])", "(columns > bounds[..., 1:])"),
+    Fault("kernels/softmax_operator.py", "slopes = scale * weights * (slopes", "slopes = weights * (slopes"),
+    Fault("kernels/softmax_operator.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)"),
+    Fault("kernels/softmax_operator.py", "(columns >= bounds[..., 1:])", "(columns > bounds[..., 1:])"),
     Fault(
-        "kernels/softmax_plain.py",
+        "kernels/softmax_operator.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
     ),
-    Fault("kernels/softmax_plain.py", "dy.to(weights.dtype).masked_fill(hidden, 0)", "dy.to(weights.dtype)"),
+    Fault("kernels/softmax_operator.py", "dy.to(weights.dtype).masked_fill(hidden, 0)", "dy.to(weights.dtype)"),
     Fault(
         "kernels/softmax_operator.py", "active() or compat.in_forward_derivative()", "active()", _SOFTMAX_IN_TRANSFORMS
     ),

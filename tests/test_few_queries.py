@@ -36,12 +36,12 @@ from torch._subclasses import FakeTensorMode
 
 from flexmasks.kernels import few_queries
 from flexmasks.kernels.few_queries import attend_band, attend_few
-from flexmasks.kernels.visible_tiles import visible_tiles
+from flexmasks.kernels.index_lists import visible_tiles
 
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
 launches = pytest.importorskip("flexmasks.kernels.launches")
 CompiledKernel = pytest.importorskip("triton.compiler").CompiledKernel
-tiles_of = pytest.importorskip("flexmasks.kernels.visible_tiles_kernel").tiles_of
+tiles_of = pytest.importorskip("flexmasks.kernels.index_lists_kernel").tiles_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = math.nan

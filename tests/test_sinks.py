@@ -37,7 +37,7 @@ from flexmasks.kernels import sinks
 from flexmasks.kernels.sinks import with_sinks
 
 triton = pytest.importorskip("triton")
-launch = pytest.importorskip("flexmasks.kernels.sinks_launch")
+launch = pytest.importorskip("flexmasks.kernels.sinks_kernel")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.kernels import softmax_plain
+from flexmasks.kernels import softmax_operator
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BOUND = TOLERANCE | {torch.float64: 1e-12}
@@ -164,7 +164,7 @@ def test_infinite_scores_give_what_torch_gives(device: str) -> None:
 @pytest.mark.parametrize("shape", [(64, 128, 128), (128, 64, 1, 128), (8192, 1, 128), (16, 1, 1 << 16)])
 def test_memory_is_bounded(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """No call copies all of a half-precision tensor to float32, however the rows are laid out."""
-    monkeypatch.setattr(softmax_plain, "_PART_ELEMENTS", math.prod(shape) // 8)
+    monkeypatch.setattr(softmax_operator, "_PART_ELEMENTS", math.prod(shape) // 8)
     x = torch.randn(shape).bfloat16()
     hidden = torch.rand(shape[-1]) < 0.5
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -172,7 +172,7 @@ def test_memory_is_bounded(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPat
         dx = BACKWARD(x, y, None, 1.0)
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= x.nbytes
-    monkeypatch.setattr(softmax_plain, "_PART_ELEMENTS", x.numel())
+    monkeypatch.setattr(softmax_operator, "_PART_ELEMENTS", x.numel())
     assert torch.equal(y, flexmasks.scaled_masked_softmax(x, hidden))
     assert torch.equal(dx, BACKWARD(x, y, None, 1.0))
 

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 import flexmasks
 from flexmasks import calls
 from flexmasks.backends import tiles
-from flexmasks.kernels import softmax_plain
+from flexmasks.kernels import softmax_operator
 from flexmasks.plans import recorded
 from flexmasks.plans.tracing import trace
 
@@ -487,7 +487,7 @@ def test_threads_that_share_a_softmax(
     x, weight = torch.randn(2, *shape, dtype=torch.float64)
     x.requires_grad_()
     threads: dict[int, set[int]] = {}
-    hidden = softmax_plain.hidden_places
+    hidden = softmax_operator.hidden_places
 
     def noted(*args: Any) -> Tensor | None:
         threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
@@ -498,7 +498,7 @@ def test_threads_that_share_a_softmax(
         (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
         return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
 
-    monkeypatch.setattr(softmax_plain, "hidden_places", noted)
+    monkeypatch.setattr(softmax_operator, "hidden_places", noted)
     got = call()
     is_small = x.numel() < 1 << 15
     assert set().union(*threads.values()) == ({3} if is_small else {1})

@@ -34,7 +34,7 @@ from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce, warn_when_slow
 from flexmasks.kernels.direct import with_rows_together
-from flexmasks.kernels.separate import separate
+from flexmasks.kernels.operators import separate
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()

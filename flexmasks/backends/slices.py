@@ -22,7 +22,7 @@ from flexmasks.backends.plain import attend, precise_dtype, scores_of
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.learning import over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
-from flexmasks.kernels.separate import positions
+from flexmasks.kernels.operators import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
 

@@ -21,7 +21,7 @@ from flexmasks.blocks.build import lists_of_blocks, materialize
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import in_graph
-from flexmasks.kernels.separate import separate
+from flexmasks.kernels.operators import separate
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import reading_bits

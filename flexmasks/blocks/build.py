@@ -21,7 +21,7 @@ from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
 from flexmasks.kernels.index_lists import plain_index_lists
-from flexmasks.kernels.separate import positions
+from flexmasks.kernels.operators import positions
 
 _PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
 from flexmasks.blocks.work import Work
-from flexmasks.kernels.separate import positions
+from flexmasks.kernels.operators import positions
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape

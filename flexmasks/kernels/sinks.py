@@ -76,11 +76,11 @@ def _has_triton() -> bool:
 
 def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
     """Launch "fold" or "gradients", or return None if Triton cannot compile them: without a C compiler, for example."""
-    from flexmasks.kernels import sinks_launch
+    from flexmasks.kernels import sinks_kernel
 
     try:
         with on(out.device):
-            return getattr(sinks_launch, name)(out, *arguments)
+            return getattr(sinks_kernel, name)(out, *arguments)
     except Exception as error:  # Triton raises errors of any type
         if passing_error(error) is not None:
             raise

@@ -18,7 +18,7 @@ from flexmasks import compat
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.kernels.separate import positions
+from flexmasks.kernels.operators import positions
 from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_offset

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.loops import compiled_flex, indices
 from flexmasks.attention import block_mask, dense_mask
-from flexmasks.kernels.separate import separate
+from flexmasks.kernels.operators import separate
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
 
