@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import shutil
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -39,6 +40,7 @@ settings.register_profile("flexmasks", deadline=None, derandomize=True, print_bl
 settings.load_profile("flexmasks")
 
 
+_SMOKE_OF_FILE = 2  # functions
 _LONGEST = "test_four_processes", "test_by_the_interpreter", "test_kernel_by_the_interpreter", "test_kernels_by_the"
 
 
@@ -150,6 +152,16 @@ def _set_up_interpreter() -> None:
     interpreter.InterpreterBuilder.set_grid_idx = set_program_in_order
 
 
+def _smoke_tests(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the first case of the first functions of each file, without those that take seconds or need a GPU."""
+    chosen: dict[Path, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        takes_long = any(mark in item.keywords for mark in ("slow", "campaign", "gpu"))
+        if isinstance(item, pytest.Function) and not takes_long and not item.name.startswith(_LONGEST):
+            chosen[item.path].setdefault(item.function.__name__, item)
+    return [item for of_file in chosen.values() for item in itertools.islice(of_file.values(), _SMOKE_OF_FILE)]
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose tests and their order.
@@ -162,6 +174,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords and zlib.crc32(f"{seed} {item.nodeid}".encode()) % turns:
             item.add_marker(pytest.mark.campaign)
+    for item in _smoke_tests(items):
+        item.add_marker(pytest.mark.smoke)
     items.sort(key=lambda item: not item.name.startswith(_LONGEST))
     if "campaign" not in config.option.markexpr:
         left_out = ["campaign" in item.keywords for item in items]

@@ -209,12 +209,12 @@ def tests_of(file: str) -> list[str]:
         rf"^\s*(from {re.escape(module)} import|import {re.escape(module)}\b"
         rf"|from {re.escape(folder)} import .*\b{name}\b)", re.MULTILINE
     )  # fmt: skip
-    sources = {path: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    sources = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     is_deep = len(Path(file).parts) > 2  # in `integrations`, whose files share names with others
     named = [path for path in sources if path.stem in (f"test_{name}", f"test_{name}s") and not is_deep]
     importing = [path for path, text in sources.items() if imports.search(text) and not is_deep]
     room = max((start for start in TESTS if file.startswith(start)), key=len)
-    of_room = [ROOT / f"tests/test_{test}.py" for test in TESTS[room].split()]
+    of_room = [path for test in TESTS[room].split() for path in sources if path.stem == f"test_{test}"]
     tests = dict.fromkeys([*named, *of_room, *sorted(importing, key=lambda path: path.stat().st_size)])
     return [f"flexmasks/{file}", *(str(path.relative_to(ROOT)) for path in tests if path in sources)]
 
