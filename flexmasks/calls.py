@@ -44,8 +44,7 @@ from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Launch, without_plan
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.recorded import Form
-from flexmasks.plans.shifted import offset_of_last
-from flexmasks.plans.sizes import is_capturing
+from flexmasks.plans.sizes import is_capturing, offset_of_last
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, functions_of
 from flexmasks.spec.definitions import is_by_library

@@ -31,9 +31,9 @@ from flexmasks.blocks.build import build
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
-from flexmasks.blocks.work import Work, progress
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
 from flexmasks.kernels.wide import copy

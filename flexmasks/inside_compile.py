@@ -40,19 +40,20 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
     NARROW_DTYPES,
+    aligned_traced,
     bits_of_function,
     check_can_be_asked,
     check_numbers,
     encode_mask,
     errors_logged,
+    in_graph_offset,
     of_bits,
     planned_blocks,
     reads_batch_and_heads,
 )
 from flexmasks.blocks.bits import BITS, can_be_bits
 from flexmasks.blocks.build import lists_of_blocks
-from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.learning import over_visible
+from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
@@ -61,10 +62,8 @@ from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.portable import PortableBlockMask
-from flexmasks.plans.shifted import shifted_mask, shifted_score
-from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score
 from flexmasks.plans.traced import UNKNOWN, TracedMask, TracedScore, size_of, without_traced
-from flexmasks.plans.traced_alignment import aligned_traced, in_graph_offset
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.encoding import decode, encode_if_readable

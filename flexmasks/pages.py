@@ -45,8 +45,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
-from flexmasks.plans.shifted import offset_of_last, offsets_of
-from flexmasks.plans.sizes import is_capturing
+from flexmasks.plans.sizes import is_capturing, offset_of_last, offsets_of
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.layouts import check_pages

@@ -19,8 +19,8 @@ from torch import Tensor
 from flexmasks import checkpointing, compat
 from flexmasks.kernels.softmax_operator import has_transforms, hidden_places, softmax
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
+from flexmasks.plans.checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.plans.rows import rows_of
-from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.spec.aliases import has_derivatives
 from flexmasks.spec.arguments import Alignment, MaskLike, from_arguments
 from flexmasks.spec.by_name import says_what_to_write

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import spawn
 import flexmasks
 from _measure import Row, check, finish, start
 from flexmasks.bench.clock import synchronize
-from flexmasks.blocks.work import progress
+from flexmasks.blocks.limits import progress
 from flexmasks.integrations import distributed
 from flexmasks.masks import causal, document
 

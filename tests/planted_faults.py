@@ -218,7 +218,7 @@ FAULTS: list[Fault] = [
         ("tests/test_plans.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",),
     ),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
-    Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
+    Fault("plans/sizes.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
     Fault("plans/rows.py", "return definition, x.shape, x.device,", "return definition, x.device,"),
     Fault(
         "plans/rows.py",
@@ -340,7 +340,7 @@ FAULTS: list[Fault] = [
         ("tests/test_scores.py::test_scores_that_depend_on_few_indices",),
     ),
     Fault(
-        "blocks/learning.py",
+        "blocks/elements.py",
         "out if self._is_of_pairs(args[0]) else self._gated(out)",
         "out",
         ("tests/test_scores.py::test_hidden_pairs_teach_nothing",),
@@ -517,7 +517,7 @@ FAULTS: list[Fault] = [
         "kernels/softmax_operator.py", "active() or compat.in_forward_derivative()", "active()", _SOFTMAX_IN_TRANSFORMS
     ),
     Fault("kernels/softmax_operator.py", "if torch.is_grad_enabled() or", "if", _SOFTMAX_IN_TRANSFORMS),
-    Fault("plans/softmax_checks.py", "mask.ndim > x.ndim or not all", "not all"),
+    Fault("plans/checks.py", "mask.ndim > x.ndim or not all", "not all"),
     # --- Hugging Face transformers ---
     Fault(
         "integrations/huggingface/recognition.py",

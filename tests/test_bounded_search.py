@@ -12,8 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from flexmasks.blocks import limits, undecided
-from flexmasks.blocks import work as work_module
-from flexmasks.blocks.work import Work
+from flexmasks.blocks.limits import Work
 
 _BLOCK = 16
 
@@ -166,7 +165,7 @@ def _hard():
 def test_a_long_exact_search_says_how_far_it_is(bounded, capsys):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     threads = threading.enumerate()
-    bounded.setattr(work_module, "_SILENT_SECONDS", 0.0)
+    bounded.setattr(limits, "_SILENT_SECONDS", 0.0)
     bounded.setattr(limits, "ELEMENTS_AT_ONCE_ON_CPU", 1 << 10)
     _hard().blocks(1024, exact=True)
     assert re.search(r"flexmasks: looking at undecided blocks: .*block", capsys.readouterr().err)
@@ -181,7 +180,7 @@ def test_a_long_exact_search_says_how_far_it_is(bounded, capsys):
 
 def test_without_tqdm_a_long_search_is_silent(bounded, capsys):
     bounded.setitem(sys.modules, "tqdm", None)
-    bounded.setattr(work_module, "_SILENT_SECONDS", 0.0)
+    bounded.setattr(limits, "_SILENT_SECONDS", 0.0)
     assert _hard().blocks(1024, exact=True).unknown == 0
     assert capsys.readouterr().err == ""
 

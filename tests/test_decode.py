@@ -26,8 +26,8 @@ from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
 from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
-from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Whole
+from flexmasks.plans.windows import Intervals
 from flexmasks.request import Request
 from flexmasks.spec.registry import example
 

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flexmasks
 import sequence_on_paper
-from flexmasks.blocks import strips, visible_in_strips, work
+from flexmasks.blocks import limits, strips, visible_in_strips
 from flexmasks.extend import PartOfCall
 from flexmasks.integrations.distributed import Order, balance, computed_blocks, seen_by
 from flexmasks.integrations.distributed import counts as counts_module
@@ -535,7 +535,7 @@ def test_long_work_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: p
     balance("causal", 4096, 4)
     assert capsys.readouterr().err == ""
     pytest.importorskip("tqdm", reason="tqdm is not installed")
-    monkeypatch.setattr(work, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "_SILENT_SECONDS", 0.0)
     balance("causal", 4096, 4)
     assert "flexmasks: counting the blocks of causal(): " in capsys.readouterr().err
 

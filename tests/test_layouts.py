@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexmasks
 from benchmarks.examples import on_device
 from flexmasks.blocks.elements import over_indices
-from flexmasks.plans.shifted import shifted_mask, shifted_score
+from flexmasks.plans.sizes import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.parts import PartOfCall, part_of

@@ -96,10 +96,10 @@ refuses(lambda: flexmasks.attention(q, k, v, mask='causal', score=score, backend
 """
 _SIZES = """
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from flexmasks.plans import softmax_checks
+from flexmasks.plans import checks
 shapes = ShapeEnv()
 m, n = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
-refuses(lambda: softmax_checks._broadcasts(m, n))
+refuses(lambda: checks._broadcasts(m, n))
 """
 _EXCHANGE = """
 from flexmasks.integrations.distributed import exchange

@@ -16,7 +16,7 @@ from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.shifted import Offset
+from flexmasks.plans.sizes import Offset
 from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.values import Mask

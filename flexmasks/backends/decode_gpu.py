@@ -19,10 +19,10 @@ from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Maker, Replay
 from flexmasks.kernels.direct import with_rows_together
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
-from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import Added, Whole
+from flexmasks.plans.windows import Intervals
 
 
 def refuses(call: Call) -> str | None:

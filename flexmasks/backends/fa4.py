@@ -28,9 +28,8 @@ from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
 from flexmasks.plans.bounds import unread
-from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.windows import Window
+from flexmasks.plans.windows import Intervals, Window
 from flexmasks.spec.bands import Band, Sequences, band_of
 
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster

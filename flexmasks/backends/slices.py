@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flexmasks import compat
 from flexmasks.backends.call import exports_any_length
 from flexmasks.backends.plain import attend, precise_dtype, scores_of
-from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.learning import over_visible
+from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.kernels.operators import positions
 

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from flexmasks.backends.plain import exponentials, precise_dtype
 from flexmasks.backends.slices import Visible
-from flexmasks.blocks.elements import Elements, over_indices
-from flexmasks.blocks.learning import over_visible
+from flexmasks.blocks.elements import Elements, over_indices, over_visible
 from flexmasks.blocks.lists import pairs_shown
 from flexmasks.spec.structure import flatten
 from flexmasks.workers import Workers

@@ -23,8 +23,7 @@ from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
 from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
-from flexmasks.plans.shifted import shifted_mask, shifted_score
-from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score
 from flexmasks.plans.traced import size_of
 from flexmasks.spec.encoding import decode
 from flexmasks.spec.parameters import Size

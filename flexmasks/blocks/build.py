@@ -15,9 +15,9 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
+from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import flat_nonzero, grid, index_lists, made_of
 from flexmasks.blocks.undecided import look_at
-from flexmasks.blocks.work import Work
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
 from flexmasks.kernels.index_lists import plain_index_lists

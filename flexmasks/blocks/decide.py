@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
-from flexmasks.blocks.work import Work
+from flexmasks.blocks.limits import Work
 from flexmasks.kernels.operators import positions
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
 from flexmasks.ranges.evaluate import evaluate

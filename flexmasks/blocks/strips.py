@@ -13,7 +13,7 @@ from flexmasks.blocks.build import any_visible, build
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import Axis, decide, dependence
 from flexmasks.blocks.elements import MaskMod
-from flexmasks.blocks.work import Work
+from flexmasks.blocks.limits import Work
 
 _BLOCKS_OF_STRIP = 1 << 22  # blocks of a strip, over all keys
 _VISIBLE_OF_STRIP = 1 << 24  # blocks of a strip of `visible_in_strips`, over all keys, one byte each

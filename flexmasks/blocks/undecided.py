@@ -10,8 +10,8 @@ from torch import Tensor
 from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, Decided
 from flexmasks.blocks.elements import Elements, block_indices, coordinates_of
+from flexmasks.blocks.limits import progress
 from flexmasks.blocks.lists import flat_nonzero
-from flexmasks.blocks.work import progress
 
 _PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
 _MAX_PAIRS = 256  # pairs of a block in the second look

@@ -19,7 +19,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.shifted import Offset
+from flexmasks.plans.sizes import Offset
 from flexmasks.spec.definitions import AND, CHAIN, NOT, OR
 from flexmasks.spec.parameters import Size, can_be_read, is_dense
 from flexmasks.spec.structure import Opaque, flatten

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.blocks.build import Layout, bounds
 from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
-from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.plans.sizes import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of

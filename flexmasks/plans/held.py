@@ -16,8 +16,7 @@ from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.recorded import Form
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.shifted import Offset
-from flexmasks.plans.sizes import sized
+from flexmasks.plans.sizes import Offset, sized
 from flexmasks.spec.parameters import Size, describe, in_message, listed
 from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
 from flexmasks.spec.values import AsAttentionMask, Mask, Modifier, Score

@@ -16,8 +16,7 @@ from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.shifted import shifted_mask
-from flexmasks.plans.sizes import MAX_POSITIONS, sized
+from flexmasks.plans.sizes import MAX_POSITIONS, shifted_mask, sized
 from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 

@@ -19,19 +19,17 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, can_be_bits
 from flexmasks.blocks.build import Layout, build
 from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
-from flexmasks.blocks.work import Work
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, taken_apart, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
-from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.plan import PROGRAMS, Kind, Plan, Prepared, cannot_record, with_contiguous_tensors
 from flexmasks.plans.recorded import Form, memory_of_graph
-from flexmasks.plans.shifted import Offset, shifted_mask
-from flexmasks.plans.sizes import BLOCK_SIZE, is_capturing, sized
+from flexmasks.plans.sizes import BLOCK_SIZE, Offset, is_capturing, shifted_mask, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
-from flexmasks.plans.windows import Window, window_of
+from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.leaves import Number
 from flexmasks.spec.parameters import Size

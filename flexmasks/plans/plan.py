@@ -23,8 +23,7 @@ from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_graph
-from flexmasks.plans.shifted import Offset
-from flexmasks.plans.sizes import is_capturing, sized
+from flexmasks.plans.sizes import Offset, is_capturing, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded

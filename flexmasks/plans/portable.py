@@ -15,7 +15,7 @@ from flexmasks.blocks.lists import lists_of, of_block_mask
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.shifted import Offset
+from flexmasks.plans.sizes import Offset
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size

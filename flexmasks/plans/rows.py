@@ -24,8 +24,7 @@ from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_offset
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import outside_transforms
-from flexmasks.plans.shifted import Offset, shifted_mask
-from flexmasks.plans.sizes import sized
+from flexmasks.plans.sizes import Offset, shifted_mask, sized
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, key_of

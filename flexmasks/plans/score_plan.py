@@ -15,8 +15,7 @@ from flexmasks.plans.bounds import taken_apart, unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Form, Learning
-from flexmasks.plans.shifted import Offset, shifted_score
-from flexmasks.plans.sizes import is_capturing, sized
+from flexmasks.plans.sizes import Offset, is_capturing, shifted_score, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import Factors, cap_of, factors_of

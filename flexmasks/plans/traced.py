@@ -14,7 +14,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.score_plan import is_bias
-from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size

@@ -11,13 +11,12 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.decide import dependence
-from flexmasks.blocks.elements import boolean, over_indices
-from flexmasks.blocks.learning import over_visible
+from flexmasks.blocks.elements import boolean, over_indices, over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.kernels.index_lists import visible_tiles
 from flexmasks.kernels.whole_mask import in_wide_rows, spans_of
 from flexmasks.plans.bounds import SizedMask
-from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score
 from flexmasks.spec.bands import Factors
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Score

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks.blocks.build import build
 from flexmasks.blocks.decide import Axis, decide
-from flexmasks.blocks.work import Work
+from flexmasks.blocks.limits import Work
 from flexmasks.spec.indexing import always, bounded
 from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
