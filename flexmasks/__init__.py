@@ -15,8 +15,7 @@ from flexmasks.attention import dense_mask as dense_mask
 from flexmasks.attention import explain as explain
 from flexmasks.attention import paged_attention as paged_attention
 from flexmasks.attention import varlen_attention as varlen_attention
-from flexmasks.backends import attend_operator as _attend_operator  # noqa: F401 # saved graphs need its operator
-from flexmasks.backends import short_operator as _short_operator  # noqa: F401
+from flexmasks.backends import operators as _operators  # noqa: F401 # saved graphs need them
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.masks.packed import packed as packed

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat, later
-from flexmasks.given import check_return_max, longest, mask_or_blocks, on_device_of, one_of, with_heads_first
 from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.definitions import KEYWORDS
-from flexmasks.spec.parameters import as_number
+from flexmasks.spec.parameters import as_number, in_message, listed
 
 if TYPE_CHECKING:
     from flexmasks.plans.held import HeldPlan
@@ -206,11 +205,11 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
-    q, k, v = with_heads_first(layout, q, k, v)
-    check_return_max(return_max)
-    mask, block_mask = mask_or_blocks(mask, block_mask)
+    q, k, v = _with_heads_first(layout, q, k, v)
+    _check_return_max(return_max)
+    mask, block_mask = _mask_or_blocks(mask, block_mask)
     request = later.request.Request(
-        mask, score, params, as_number(scale), block_mask, on_device_of(q, q_offset), sink_logits, return_lse, backend,
+        mask, score, params, as_number(scale), block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
     )  # fmt: skip
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
@@ -347,13 +346,13 @@ def varlen_attention(
         torch.Size([6, 4, 64])
     """
     request = later.request.Request(
-        mask, score, params, as_number(scale), None, on_device_of(q, q_offset), sink_logits, return_lse, backend,
+        mask, score, params, as_number(scale), None, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
     )  # fmt: skip
-    offsets = one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
-    kv_offsets = one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
-    most = [longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)]
-    pages, lens = on_device_of(q, page_table), on_device_of(q, kv_lens)
+    offsets = _one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
+    kv_offsets = _one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
+    most = [_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)]
+    pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
     layout = offsets, kv_offsets, max([n for n in most if n is not None], default=None), pages, lens
     out, lse = later.pages.run_varlen(q, k, v, *layout, request)
     return (out, cast(Tensor, lse)) if return_lse else out
@@ -457,9 +456,9 @@ def paged_attention(
         torch.Size([2, 4, 1, 64])
     """
     request = later.request.Request(
-        mask, score, params, as_number(scale), None, on_device_of(q, q_offset), sink_logits, return_lse, backend
+        mask, score, params, as_number(scale), None, _on_device_of(q, q_offset), sink_logits, return_lse, backend
     )
-    pages, lens = on_device_of(q, page_table), on_device_of(q, kv_lens)
+    pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
     out, lse = later.pages.run_paged(q, k_cache, v_cache, pages, lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
@@ -575,9 +574,55 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
-    check_return_max(arguments.pop("return_max", False))
-    q, k, v = with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
-    own |= {"scale": as_number(own.get("scale")), "q_offset": on_device_of(q, own.get("q_offset"))}
-    own["mask"], own["block_mask"] = mask_or_blocks(own.get("mask"), own.get("block_mask"))
+    _check_return_max(arguments.pop("return_max", False))
+    q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
+    own |= {"scale": as_number(own.get("scale")), "q_offset": _on_device_of(q, own.get("q_offset"))}
+    own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))
     with compat.keeping_environment():
         return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))
+
+
+def _with_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in the layout "bhsd"."""
+    if layout == "bhsd":
+        return q, k, v
+    if layout != "bshd":
+        raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {in_message(layout)}.")
+    try:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    except (AttributeError, LookupError, ValueError):  # no tensors, or of fewer dimensions
+        got = f"got q {in_message(q)}, k {in_message(k)}, v {in_message(v)}"
+        wanted = "with layout='bshd', q, k and v must be tensors [B, S, H, D]"
+        raise TypeError(f"flexmasks.attention: {wanted}; {got}.") from None
+
+
+def _check_return_max(return_max: Any) -> None:
+    """Raise TypeError for anything but a boolean."""
+    if not isinstance(return_max, bool):
+        raise TypeError(f"flexmasks.attention: `return_max` must be True or False, got {in_message(return_max)}.")
+
+
+def _mask_or_blocks(mask: Any, block_mask: Any) -> tuple[Any, Any]:
+    """Return a mask and a BlockMask, of which a user may pass either as the mask."""
+    return (None, mask) if block_mask is None and hasattr(mask, "kv_num_blocks") else (mask, block_mask)
+
+
+def _on_device_of(q: Any, value: Any) -> Any:
+    """Return a list or a NumPy array as a tensor on the device of q."""
+    return value if value is None or type(value) in (int, str) else listed(value, getattr(q, "device", None))
+
+
+def _longest(name: str, value: Any) -> int | None:
+    """Return the most tokens of a sequence, where it is given."""
+    number = listed(value, None)
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+        wanted = f"`{name}` must be an int of at least 0"
+        raise TypeError(f"flexmasks.varlen_attention: {wanted}, got {in_message(value)}; it may be left out.")
+    return number
+
+
+def _one_of(name: str, value: Any, other: str, value_of_other: Any) -> Any:
+    """Return an argument that has two names."""
+    if value is not None and value_of_other is not None:
+        raise TypeError(f"flexmasks.varlen_attention: `{other}` is `{name}` by another name; pass one of them.")
+    return value_of_other if value is None else value

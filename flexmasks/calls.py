@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import Refused, Replay, Result
-from flexmasks.backends.call_kind import CallKind
+from flexmasks.backends.call import CallKind, Refused, Replay, Result
 from flexmasks.backends.plain import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here

@@ -27,7 +27,6 @@ from flexmasks.backends import (
     flex,
     flex_flash,
     flex_kernels,
-    flex_operator,
     forms,
     plain,
     reference,
@@ -227,7 +226,7 @@ def _attend(
             if not call.needs_grad:
                 q, k, v = q.detach(), k.detach(), v.detach()
             how = call.scale, dict(options), call.with_lse, block_mask, score_mod
-            out, lse = _by_flex(flex_operator.attend, name, q, k, v, *how)
+            out, lse = _by_flex(flex.attend_in_graph, name, q, k, v, *how)
         if sinks is not None:
             out, lse = with_sinks(out, cast(Tensor, lse), sinks, return_lse=True)
     return (out, cast(Tensor, lse)) if call.with_lse else (out,)

@@ -28,7 +28,7 @@ import torch._inductor.codecache
 from hypothesis import settings
 
 import flexmasks
-from flexmasks.backends import short_cpu, waiting
+from flexmasks.backends import short, waiting
 from flexmasks.backends.call import Call
 from flexmasks.kernels import compiling
 from flexmasks.spec import definitions
@@ -50,13 +50,13 @@ class _EveryTest:
     @pytest.fixture(autouse=True)
     def _compiled_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Compile small calls on a CPU at once, as tests of compiled kernels mean; `test_small_calls.py` undoes it."""
-        refuses = short_cpu.refuses
+        refuses = short.refuses_on_cpu
 
         @functools.wraps(refuses)
         def refuses_without_gradients(call: Call) -> str | None:
             return refuses(call) if call.needs_grad else "in tests it is for calls that need gradients"
 
-        monkeypatch.setattr(short_cpu, "refuses", refuses_without_gradients)
+        monkeypatch.setattr(short, "refuses_on_cpu", refuses_without_gradients)
         monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 0)
         monkeypatch.setattr(compiling, "_SLOW_SECONDS", 600.0)  # other processes may take the cores
 

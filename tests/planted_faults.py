@@ -297,14 +297,14 @@ FAULTS: list[Fault] = [
     # --- backends ---
     Fault("backends/short_call.py", " or not all(map(has_memory, upstream))", ""),
     Fault(
-        "backends/short_cpu.py",
+        "backends/short.py",
         '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',
         "",
     ),
-    Fault("backends/cpu_kernel.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
-    Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
+    Fault("backends/added.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
+    Fault("backends/decode.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
     Fault(
-        "backends/decode_cpu.py",
+        "backends/decode.py",
         "scores_of(q.float(), k.float(), self",
         "scores_of(q, k, self",
         ("tests/test_decode.py::test_products_beyond_half_precision_beside_poison",),
@@ -413,7 +413,7 @@ FAULTS: list[Fault] = [
         ("tests/test_decode.py::test_plans_whose_mask_and_score_change",),
     ),
     Fault(
-        "backends/call_kind.py",
+        "backends/call.py",
         "form.program is None or any(id(t)",
         "any(id(t)",
         ("tests/test_plans.py::test_new_tensors_at_every_step",),
@@ -637,7 +637,7 @@ FAULTS: list[Fault] = [
         ("tests/test_cache.py::test_parameters_that_look_alike_are_distinguished",),
     ),
     Fault(
-        "backends/call_kind.py",
+        "backends/call.py",
         "in_one_piece(t if t.requires_grad else t.detach())",
         "in_one_piece(t.detach())",
         _WHOLE_MASK,

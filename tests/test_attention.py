@@ -49,7 +49,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import trees
-from flexmasks.backends import short_cpu, table, waiting
+from flexmasks.backends import short, table, waiting
 from flexmasks.backends.call import Unavailable, proven
 from flexmasks.orders import in_tiles, tile_order
 from flexmasks.planned import plan_call
@@ -1202,7 +1202,7 @@ def test_a_default_device_elsewhere_changes_nothing() -> None:
 
 @pytest.mark.parametrize("way", ["auto", "short", "decode", "reference", "blocks as data", "pages of trees"])
 def test_every_way_runs_under_a_default_device_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)  # type: ignore[attr-defined] # small calls
+    monkeypatch.setattr(short, "refuses_on_cpu", short.refuses_on_cpu.__wrapped__)  # type: ignore[attr-defined] # small calls
     monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
     q, k, v = torch.randn(3, 1, 2, 64, 16)
     mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=torch.arange(64) // 20)

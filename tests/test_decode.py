@@ -22,7 +22,7 @@ import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
 from flexmasks import calls, compat
-from flexmasks.backends import decode, decode_cpu
+from flexmasks.backends import decode
 from flexmasks.backends.added import is_added
 from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
@@ -403,7 +403,7 @@ def test_batch_elements_one_by_one() -> None:
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
     call = plan_call(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
-    parts = decode_cpu.CpuDecodeReplay.of(call).parts
+    parts = decode.CpuDecodeReplay.of(call).parts
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
 

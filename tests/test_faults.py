@@ -29,7 +29,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode_cpu, fa4_package, flex_kernels, sdpa, short_cpu, table, tiles
+from flexmasks.backends import decode, fa4_package, flex_kernels, sdpa, short, table, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -89,8 +89,8 @@ OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "compiled": ("flex", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
-    "dense forward": ("short", short_cpu.CpuShortReplay, "forward", {"mask": "causal", "score": "alibi"}, True),
-    "dense backward": ("short", short_cpu.CpuShortReplay, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "dense forward": ("short", short.CpuShortReplay, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "dense backward": ("short", short.CpuShortReplay, "backward", {"mask": "causal", "score": "alibi"}, True),
     "plan": ("flex", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
 }
 
@@ -236,7 +236,7 @@ def test_a_full_gpu(mask: str) -> None:
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
     "sdpa": ("sdpa", "short", sdpa.SdpaReplay, "__call__", {"mask": "causal"}),
-    "short": ("short", "reference", short_cpu.CpuShortReplay, "__call__", {"mask": "sliding_window", "window": 20}),
+    "short": ("short", "reference", short.CpuShortReplay, "__call__", {"mask": "sliding_window", "window": 20}),
     "compiled": ("flex", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
@@ -415,7 +415,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
 
     want = call(backend="reference")
     with monkeypatch.context() as patched:
-        _fails(patched, decode_cpu.CpuDecodeReplay, "__call__", RuntimeError("the kernel broke"), at)
+        _fails(patched, decode.CpuDecodeReplay, "__call__", RuntimeError("the kernel broke"), at)
         for _ in range(3):
             assert error(call(), want) < TOLERANCE[torch.float32]
     (message,) = _warnings(caplog)
@@ -423,7 +423,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
     assert error(call(), want) < TOLERANCE[torch.float32]
     with monkeypatch.context() as patched:
         flexmasks.clear_caches()
-        calls = _fails(patched, decode_cpu.CpuDecodeReplay, "__call__", MISSING)
+        calls = _fails(patched, decode.CpuDecodeReplay, "__call__", MISSING)
         with pytest.raises(torch.OutOfMemoryError):
             call()
         assert calls() == 1

@@ -43,7 +43,7 @@ ORDER = {
             ["planned"],
             ["calls"],
             ["pages", "sharded"],
-            ["later", "given"],
+            ["later"],
             ["attention", "softmax"],
             ["flex"],
             ["planning"],

@@ -19,7 +19,7 @@ import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
 from flexmasks import Mask, calls, get_mask, planned
-from flexmasks.backends.call_kind import CallKind
+from flexmasks.backends.call import CallKind
 from flexmasks.backends.flex import FlexReplay
 from flexmasks.plans import mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds

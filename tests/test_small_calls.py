@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
-from flexmasks.backends import flex_kernels, short_cpu, waiting
+from flexmasks.backends import flex_kernels, short, waiting
 from flexmasks.kernels import compiling
 
 _NAN, _INF = math.nan, math.inf
@@ -37,7 +37,7 @@ FUNCTIONS = [_own, _documents, _hides_rows]
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels that are compiled in a test, where small calls run without, as they do outside tests."""
-    monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)
+    monkeypatch.setattr(short, "refuses_on_cpu", short.refuses_on_cpu.__wrapped__)
     monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
     names: list[str] = []
     log = flex_kernels._log_compiled

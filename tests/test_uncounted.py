@@ -12,7 +12,7 @@ from helpers import DEVICES, error
 from torch import Tensor
 
 import flexmasks
-from flexmasks.backends import short_cpu, waiting
+from flexmasks.backends import short, waiting
 
 LENGTH, HEADS = 64, 2
 
@@ -20,7 +20,7 @@ LENGTH, HEADS = 64, 2
 @pytest.fixture(autouse=True)
 def _as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls are computed before they are compiled, unlike in other tests."""
-    monkeypatch.setattr(short_cpu, "refuses", short_cpu.refuses.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(short, "refuses_on_cpu", short.refuses_on_cpu.__wrapped__)  # type: ignore[attr-defined]
     monkeypatch.setattr(waiting, "WORK_BEFORE_COMPILING", 1 << 36)
 
 

@@ -1,4 +1,6 @@
-"""Score changes that only add a number to the score, such as biases."""
+"""Score changes that only add a number to the score, such as biases; and torch's attention kernel for the CPU, which
+takes these numbers, with its log-sum-exp, which the public function does not give.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Call
 from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
 from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.kernels.direct import with_rows_together
 
 _ADDS: Part[bool] = Part(KINDS, "scores_that_add")
 
@@ -70,3 +73,28 @@ def shows(added: Tensor) -> bool:
     In half precision they take a block of keys whose scores are all NaN for a hidden one, and lose +inf.
     """
     return not added.numel() or bool(added.amax() < math.inf)
+
+
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """Return a tensor with grouped heads as rows. [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N]."""
+    if x.shape[1] > 1:
+        return x.unflatten(1, (-1, groups)).flatten(2, 3)  # type: ignore[no-any-return]
+    return x.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)
+
+
+def forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return output and lse [B, H, Q]."""
+    q, k, v = with_rows_together(q, k, v)
+    out, lse = compat.flash_on_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    return out, lse
+
+
+def backward_on_cpu(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, added: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `forward_on_cpu`."""
+    gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
+    grad_q, grad_k, grad_v = compat.flash_on_cpu_backward(
+        gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
+    )
+    return grad_q, grad_k, grad_v

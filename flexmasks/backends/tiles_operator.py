@@ -1,4 +1,4 @@
-"""Attention by tiles for the operator of graphs, torch.ops.flexmasks.attend, see `attend_operator`.
+"""Attention by tiles for the operator of graphs, torch.ops.flexmasks.attend, see `operators`.
 
 A graph of torch.compile or torch.export holds one node for the forward pass and one for the backward pass. Both read
 the values of tensors when they run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds
