@@ -266,13 +266,11 @@ def _with_plain_tensors(request: Request) -> Request:
     if any(map(compat.is_wrapped, tensors_of((request.mask, others)))):
         with contextlib.suppress(Opaque):
             mask = with_tensors(request.mask, _without_wrappers)
-            score, params, offset = with_tensors(others, lambda t: t if _may_learn(t) else _without_wrappers(t))
+            score, params, offset = with_tensors(
+                others, lambda t: t if t.is_floating_point() or t.is_complex() else _without_wrappers(t)
+            )
             return request._replace(mask=mask, score=score, params=params, q_offset=offset)
     return request
-
-
-def _may_learn(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _without_wrappers(tensor: Tensor) -> Tensor:

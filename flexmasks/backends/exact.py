@@ -73,7 +73,8 @@ def outside_table(
 
     sizes: batch, query heads, queries and keys.
     """
-    trace = _Table(is_score, compat.FLASH_READS_VECTORS and _is_blackwell(device))
+    is_blackwell = device.type == "cuda" and capability(device)[0] >= 10
+    trace = _Table(is_score, compat.FLASH_READS_VECTORS and is_blackwell)
     unreadable, _ = follow(trace, function, device, sizes, is_score)
     return tuple(trace.errors) or ((unreadable,) if unreadable else ())
 
@@ -83,10 +84,6 @@ def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequ
     trace = _Table(False, False)
     follow(trace, function, device, sizes, is_score=False)
     return trace.divisions
-
-
-def _is_blackwell(device: torch.device) -> bool:
-    return device.type == "cuda" and capability(device)[0] >= 10
 
 
 class _Table(Trace):

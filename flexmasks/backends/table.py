@@ -118,7 +118,8 @@ def _fastest_first(call: Call) -> list[Backend]:
     if not call.is_cuda or call.pages is not None:
         waits = waiting.uncompiled(call) is not None
         return [*(b for b in BACKENDS.values() if not (waits and b.name == "flex")), *[BACKENDS["flex"]] * waits]
-    own = "decode" if _is_decoding(call) else "short" if _is_small(call) else None
+    is_decoding = call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and why_not("decode", call) is None
+    own = "decode" if is_decoding else "short" if _is_small(call) else None
     if own is not None:  # without a look at blocks, which no other such call may need
         first = ["sdpa", own]
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
@@ -148,11 +149,6 @@ def _in_order(slow: list[str]) -> list[Backend]:
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow
     return [BACKENDS[name] for name in names]
-
-
-def _is_decoding(call: Call) -> bool:
-    """Return whether a call on a GPU has few queries that "decode" is best at."""
-    return call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and why_not("decode", call) is None
 
 
 def _is_small(call: Call) -> bool:
@@ -278,7 +274,8 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     After a second failure it is left out for any lengths.
     """
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
-    if not _is_special(call):
+    # Under transforms, or with views among its tensors, a failure may say nothing about the call's kind.
+    if not (compat.transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))):
         kind, reason = (name, call.outcome_key), f"it failed before: {why}"
         if _FAILURES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
             _FAILURES.put(kind, (), "" if _FAILURES.get(kind) is None else reason, FACT)
@@ -288,11 +285,3 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
 
 def _lengths(call: Call) -> tuple[int, int]:
     return call.q.shape[2], call.k.shape[2]
-
-
-def _is_special(call: Call) -> bool:
-    """Return whether a failure may say nothing about the call's kind.
-
-    The failure may come from the code around the call, or from views among its tensors.
-    """
-    return compat.transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))

@@ -117,7 +117,8 @@ class Tiles:
         self._divide()
 
         def prepared() -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-            keys, values = (self._by_group(_without_repeated_batch(x)) for x in (k, v))
+            # One batch element if all share memory.
+            keys, values = (self._by_group(x[:1] if x.stride(0) == 0 else x) for x in (k, v))
             finite_values = _zero_nonfinite(values)
             nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
             out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -461,11 +462,6 @@ def _length(part: slice) -> int:
 
 def _used_columns(partial: Tensor, full: Tensor) -> list[int]:
     return (partial | full).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
-
-
-def _without_repeated_batch(x: Tensor) -> Tensor:
-    """Return one batch element if all batch elements share memory."""
-    return x[:1] if x.stride(0) == 0 else x
 
 
 def _zero_nonfinite(x: Tensor) -> Tensor:
