@@ -280,7 +280,7 @@ def _as_padding(m: str, value: Any) -> str:
 # --- the table of names ---
 
 _NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
-# The functions of `flexmasks.masks` and `flexmasks.scores`, see `spec/constructors.py`.
+# The functions of `flexmasks.masks` and `flexmasks.scores`, see `spec/arguments.py`.
 CONSTRUCTORS: dict[str, dict[str, tuple[Callable[..., Any], Definition]]] = {"mask": {}, "score": {}}
 
 
