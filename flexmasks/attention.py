@@ -172,7 +172,9 @@ def attention(
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
             its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
             mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
-            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads. Inside
+            torch.compile a parameter that torch has seen change becomes an input where it may be a tensor, or is a
+            number of your own score function; any other number compiles a graph for each value.
 
     Returns:
         The output, [B, H, Q, Dv] in q's dtype, or a tuple of it and what is asked for, lse first. B, Q

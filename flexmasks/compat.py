@@ -235,7 +235,7 @@ NAMES: dict[str, tuple[str, Any]] = {
     "get_proxy_mode": ("torch.fx.experimental.proxy_tensor:get_proxy_mode", lambda: None),
     "guard_or_false": ("torch.fx.experimental.symbolic_shapes:guard_or_false", bool),
     "guard_or_true": ("torch.fx.experimental.symbolic_shapes:guard_or_true", bool),
-    "has_static_value": ("torch.fx.experimental.symbolic_shapes:has_static_value", lambda n: type(n) is int),
+    "has_static_value": ("torch.fx.experimental.symbolic_shapes:has_static_value", lambda n: type(n) in (int, float)),
     "statically_known_true": ("torch.fx.experimental.symbolic_shapes:statically_known_true", lambda x: x is True),
 }  # fmt: skip
 
@@ -499,6 +499,12 @@ def can_trace_transforms() -> bool:
     """
     traced_code = named("traced_code")
     return traced_code is not None and traced_code().output.current_tracer.parent is None
+
+
+def compilation() -> Any:
+    """Return an object that torch.compile has for each compilation while it traces, or None."""
+    traced_code = named("traced_code")
+    return None if traced_code is None else getattr(traced_code(), "speculation_log", None)
 
 
 def as_constant(number: int | float) -> int | float:

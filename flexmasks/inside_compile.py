@@ -65,7 +65,7 @@ from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score
 from flexmasks.plans.traced import UNKNOWN, TracedMask, TracedScore, size_of, without_traced
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.encoding import decode, encode_if_readable
+from flexmasks.spec.encoding import decode, encode_if_readable, note_constants
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
@@ -105,7 +105,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         encoded = encode_mask(mask, q.device)
-    encoded_score: Any = encode_if_readable(score, q.device) or UNKNOWN
+    encoded_score: Any = encode_if_readable(score, q.device, size.dtype) or UNKNOWN
     q_offset = aligned_traced(q, k, request.q_offset, encoded, score, encoded_score, request.block_mask is not None)
     request = request._replace(q_offset=q_offset)
     if compat.in_onnx_export():
@@ -449,7 +449,11 @@ def _without_gradient(part: Any) -> Any:
 def _chosen_for(backend: str, of_mask: _Encoded, encoded_score: Any, *arguments: Any) -> str:
     """Return `_choice` for a call with the present values of the numbers that its functions captured."""
     of_mask = of_mask._replace(mask=_changed(of_mask.mask, compat.size_hint))
-    return _choice(backend, _call_of(of_mask, _changed(encoded_score, compat.size_hint), *arguments))
+    call = _call_of(of_mask, _changed(encoded_score, compat.size_hint), *arguments)
+    if isinstance(call.score, TracedScore) and call.score.value is not None:
+        with compat.without_modes():
+            note_constants(*without_traced(call.score.value, call.score.size))
+    return _choice(backend, call)
 
 
 def _choice(backend: str, call: Call) -> str:

@@ -390,9 +390,9 @@ FAULTS: list[Fault] = [
     ),
     Fault("backends/table.py", '"" if _FAILURES.get(kind) is None else reason', "reason"),
     Fault(
-        "backends/numbers.py",
-        "known.why_constant = _difference(call, function, made)",
-        'known.why_constant = ""',
+        "spec/numbers.py",
+        "seen.why_constant = difference(function, made, device, sizes)",
+        'seen.why_constant = ""',
         ("tests/test_kernel_counts.py::test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once",),
     ),
     Fault("plans/held.py", "_write(former)", "pass", _UPDATES),

@@ -60,7 +60,7 @@ def test_they_show_what_they_take(entry: flexmasks.spec.registry.Entry) -> None:
 
 
 def test_one_signature_in_full() -> None:
-    cap = "cap: Annotated[float, 'float in 0..']"
+    cap = "cap: Annotated[float | torch.Tensor, 'float in 0.. | float[] in 0..']"
     exact = "exact: Annotated[bool, 'bool'] = False"
     shown = f"(*, {cap}, {exact}) -> flexmasks.spec.values.Score"
     signature = str(inspect.signature(flexmasks.scores.softcap))

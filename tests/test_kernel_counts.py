@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.backends import flex, flex_kernels, numbers
-from flexmasks.plans import plan
+from flexmasks.backends import flex, flex_kernels
+from flexmasks.spec import numbers
 from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
 pytestmark = pytest.mark.usefixtures("cold")
@@ -169,6 +169,73 @@ def test_twelve_caps_compile_seven_kernels(backend: str) -> None:
         assert kernels_of(calls) == [1] * 7 + [0] * 5
 
 
+def times(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, factor: float) -> Tensor:
+    return score * factor
+
+
+def branching(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: float) -> Tensor:
+    return score * n if n > 1 else score + n
+
+
+_TRIL = torch.ones(30, 30, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("way", ["outside", "inside", "inside in float64"])
+@pytest.mark.parametrize("name", ["cap", "factor"])
+def test_an_annealed_number_compiles_few_kernels(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a new value at each step. On a CPU there are gradients inside torch.compile alone."""
+    torch._dynamo.reset()
+    trains, attend = way != "outside", functools.partial(flexmasks.attention, backend="flex")
+    if trains:
+        attend = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")  # type: ignore[assignment]
+    else:
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    dtype, tolerance = (torch.float64, 1e-12) if "64" in way else (torch.float32, TOLERANCE[torch.float32])
+    start = counters["stats"]["unique_graphs"]
+    for n in (0.5 + 0.1 * step for step in range(40)):
+        score, change = {
+            "cap": ("softcap", lambda s, b, h, q, kv, n=n: n * torch.tanh(s / n)),
+            "factor": (times, lambda s, b, h, q, kv, n=n: s * n),
+        }[name]
+        qkv = [torch.randn(1, 2, 30, 16, dtype=dtype, requires_grad=trains) for _ in range(3)]
+        out = attend(*qkv, mask="causal", score=score, **{name: n})
+        exactly = [x.detach().double().requires_grad_() for x in qkv]
+        want = naive(*exactly, _TRIL, change)
+        assert error(out, want) < tolerance
+        if trains:
+            pairs = [torch.autograd.grad(y.square().sum(), x) for y, x in ((out, qkv), (want, exactly))]
+            assert all(error(x, y) < 4 * tolerance for x, y in zip(*pairs, strict=True))
+    assert counters["stats"]["unique_graphs"] - start <= (2 if trains else 7)
+
+
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
+def test_a_number_that_decides_stays_constant_inside_compile(
+    dynamic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (2.0, 3.0, 0.5, 4.0):
+        q, k, v = torch.randn(3, 1, 2, 30, 16).unbind()
+        out = compiled(q, k, v, mask="causal", score=branching, n=n)
+        want = naive(q, k, v, _TRIL, lambda s, b, h, q, kv, n=n: s * n if n > 1 else s + n)
+        assert error(out, want) < TOLERANCE[torch.float32]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "flexmasks"]
+    assert len(warnings) == 1
+    assert "`n`, read by a score function, had more than" in warnings[0]
+
+
+@pytest.mark.slow
+def test_an_annealed_window_inside_compile() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    start, distance = counters["stats"]["unique_graphs"], torch.arange(30)[:, None] - torch.arange(30)
+    for window in range(2, 22):
+        q, k, v = torch.randn(3, 1, 2, 30, 16).unbind()
+        out = compiled(q, k, v, mask="sliding_window", window=window)
+        assert error(out, naive(q, k, v, (distance >= 0) & (distance <= window))) < TOLERANCE[torch.float32]
+    assert counters["stats"]["unique_graphs"] - start <= 3
+
+
 def decides(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: score * n if n > 3 else score + n
 
@@ -181,7 +248,7 @@ def by_type(n: float) -> Callable[..., Tensor]:
     ("make", "reason"),
     [
         (by_global, "reads `FACTOR`, a global variable"),
-        pytest.param(decides, "cannot be traced", marks=pytest.mark.campaign),
+        pytest.param(decides, "fails with tensors in their places", marks=pytest.mark.campaign),
         (by_type, "computes otherwise"),
     ],
 )
@@ -270,12 +337,9 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [pytest.param(numbers, id="as data"), pytest.param(plan, id="as inputs")])
-def test_first_numbers_compile_nothing_at_other_lengths(
-    later: Any, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_numbers_compile_nothing_at_other_lengths(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that has run a first number at one length compiles for no other one where later numbers run there."""
-    monkeypatch.setattr(later, "MAX_COMPILED_VALUES", 1)
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 1)
 
     def call(length: int, n: int) -> None:
         mask = flexmasks.get_mask("sliding_window", window=n)

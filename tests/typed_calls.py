@@ -86,5 +86,5 @@ def refused(ids: Tensor) -> None:
     document(document_ids=["a"])  # type: ignore[arg-type]
     masks.natten(height=8, width=8, kernel=(3, 5, 7))  # type: ignore[arg-type]
     masks.natten(height=8, width=8, kernel=3, order="tiles")  # type: ignore[arg-type]
-    softcap(cap=ids)  # type: ignore[arg-type]
+    softcap(cap="wide")  # type: ignore[arg-type]
     masks.chain()  # type: ignore[attr-defined]

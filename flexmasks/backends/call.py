@@ -22,6 +22,7 @@ from flexmasks.plans.sizes import Offset
 from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.bands import Sequences
+from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.structure import Opaque
 from flexmasks.spec.values import Mask
 
@@ -219,6 +220,10 @@ class Call:
         if any(part.opaque for part in self.parts):
             return None
         return (self.q_offset if isinstance(self.q_offset, int) else None, *(part.shapes for part in self.parts))
+
+    def numbers_of(self, part: Any) -> Numbers | None:
+        """Return the numbers of the mask or score change; None if they cannot be read, or torch traces."""
+        return None if part is None or self.is_traced or self.shapes is None else part.numbers
 
     @property
     def has_number_tensors(self) -> bool:

@@ -94,6 +94,8 @@ def _refuses_numbers(call: Call) -> str | None:
     """Return why a call of a window cannot run here, or None."""
     if call.score is not None and call.cap is None:
         return "it has no score changes except the soft-cap"
+    if (numbers := call.numbers_of(call.score)) is not None and numbers.are_later:
+        return "it compiles a kernel for each soft-cap, and has those for other values"
     if call.kernel_options:
         return "it takes no kernel_options"
     if call.scale is not None and call.scale <= 0:

@@ -31,7 +31,7 @@ from flexmasks.backends.call import (
     transformed,
     with_gradients_once,
 )
-from flexmasks.backends.flex_kernels import COMPILED, OUT_OF_RESOURCE, NeedsData, Runner, shapes_of
+from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.spec.structure import Opaque, flatten
@@ -133,13 +133,12 @@ class FlexReplay(Replay):
     ) -> FlexReplay:
         """Return a call for torch's `backend` name, with `more_options` besides its kernel options.
 
-        as_data: whether the kernel reads the mask as data; by default `why_data` decides.
+        as_data: whether the kernel reads the mask as data; by default `forms.why_data` decides.
         """
         block_mask, of_mask, shapes = call.mask.blocks().block_mask, call.kernel_key[0], call.shapes
-        has_own = functools.partial(has_kernel, call, (1,), backend, more_options)
-        score_mod, of_score = forms.compiled_score(call, has_own, for_flash=backend == "FLASH")
+        score_mod, of_score = forms.compiled_score(call, for_flash=backend == "FLASH")
         if as_data is None:
-            as_data = bool(why_data(call, backend, more_options))
+            as_data = bool(forms.why_data(call, for_flash=backend == "FLASH"))
         if as_data:
             data = call.mask.data()
             words, table = data.shapes
@@ -253,31 +252,6 @@ def _is_one(batch: int) -> bool:
     return batch == 1
 
 
-def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> str:
-    """Return why the kernel reads the mask as data, or ""."""
-    is_compiled = has_kernel(call, (0, 1), backend, more_options)
-    has_own = functools.partial(has_kernel, call, (0,), backend, more_options)
-    return forms.why_data(call, is_compiled, has_own, for_flash=backend == "FLASH")
-
-
-def has_kernel(
-    call: Call, parts: Sequence[int], backend: str | None, more_options: dict[str, Any] | None = None
-) -> bool:
-    """Return whether a ready kernel runs a call with its own numbers in some parts; others may have any form.
-
-    parts: of the kernel's key, 0 for the mask and 1 for the score change.
-    """
-    own, block_mask = call.kernel_key, call.mask.blocks().block_mask
-    others = _key(own, call, backend, _options(call, backend, more_options), block_mask)[2:]
-    shapes = shapes_of(call.q, call.k, call.v, call.shapes)
-    for key in COMPILED.known_keys():
-        if all(key[part] == own[part] for part in parts) and key[2:] == others:
-            kernel = COMPILED.get(key)
-            if kernel is not None and kernel.is_ready(shapes, is_mask_alike=0 in parts):
-                return True
-    return False
-
-
 @functools.cache
 def _why_not_loaded() -> str:
     """Return why torch's compilers cannot be loaded, or "".
@@ -361,13 +335,10 @@ def run(call: Call, backend: str | None = None) -> Result:
         compiled = FlexReplay.of(call, backend, more_options)
         try:
             try:
-                result = proven(call, compiled)
+                return proven(call, compiled)
             except NeedsData:
                 forms.note_failed(call)
-                compiled = FlexReplay.of(call, backend, more_options)
-                result = proven(call, compiled)
-            forms.note_run(call, compiled.is_data)
-            return result
+                return proven(call, FlexReplay.of(call, backend, more_options))
         except Unavailable as error:
             if more_options is attempts[-1] or OUT_OF_RESOURCE not in str(error):
                 raise

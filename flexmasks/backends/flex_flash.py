@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmasks import compat
-from flexmasks.backends import fa4_package, flex, forms, numbers
+from flexmasks.backends import fa4_package, flex, forms
 from flexmasks.backends.call import Call, Result
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
@@ -64,7 +64,7 @@ def refuses(call: Call) -> str | None:
     is_grouped = call.q.shape[1] != call.k.shape[1]
     if is_grouped and call.needs_grad and call.score is not None and call.cap is None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
-    if call.score is not None and numbers.are_many(call, is_score=True):
+    if (numbers := call.numbers_of(call.score)) is not None and numbers.are_later:
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
     return _refuses_numbers(call) or forms.refuses(call) or forms.why_not_flash(call)
@@ -96,7 +96,8 @@ def _refuses_numbers(call: Call) -> str | None:
     wanted = _wanted(call)
     if wanted is None or can_be_bits(wanted):
         return None
-    if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel(call, (0,), _FLASH)):
+    numbers = call.numbers_of(call.mask)
+    if numbers is None or not numbers.are_inputs:
         return None
     return "kernels for other values of the mask's numbers are compiled, and its blocks for this head size are no data"
 
@@ -117,7 +118,7 @@ def run(call: Call) -> Result:
 
 def why_data(call: Call) -> str:
     """Return why the kernel reads the mask as data, or ""."""
-    return flex.why_data(_fitted(call), _FLASH)
+    return forms.why_data(_fitted(call), for_flash=True)
 
 
 def blocks(call: Call) -> Blocks:

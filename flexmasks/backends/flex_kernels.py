@@ -123,16 +123,9 @@ class _Kernel:
         """Return whether torch may compile two more graphs: for new shapes, and by its guards."""
         return self.graphs.count + 1 < self.graphs.most
 
-    def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:
-        """Return whether torch should have the code for these shapes.
-
-        is_mask_alike: whether the mask has the same form, so that shapes of captured tensors can be compared.
-        """
-        if is_mask_alike:
-            return shapes in self.shapes_run or self.takes_any_length(shapes)
-        return self.takes_any_length(shapes) or any(
-            other._replace(captured=shapes.captured) == shapes for other in self.shapes_run
-        )
+    def is_ready(self, shapes: _Shapes) -> bool:
+        """Return whether torch should have the code for these shapes."""
+        return shapes in self.shapes_run or self.takes_any_length(shapes)
 
     def takes_any_length(self, shapes: _Shapes) -> bool:
         """Return whether torch should have symbolic lengths for such shapes.

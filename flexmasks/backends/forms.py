@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import numbers
 from flexmasks.backends.call import Call
 from flexmasks.backends.exact import (
     CONSTANT,
@@ -28,6 +28,7 @@ from flexmasks.backends.exact import (
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.plans.data import CannotBeData, TooLargeForData, next_power_of_2
+from flexmasks.plans.sizes import is_capturing
 
 _HOW_NOT = {
     WHOLE: "index each tensor once, by one index for each dimension",
@@ -137,31 +138,30 @@ def _looked_at(call: Call, part: Any, is_score: bool, count: Callable[[int], int
     return reasons
 
 
-def compiled_score(
-    call: Call, has_kernel: Callable[[], bool], for_flash: bool
-) -> tuple[Callable[..., Tensor] | None, Hashable]:
+def compiled_score(call: Call, for_flash: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
     """Return a call's score change as kernels can compute it, and its key.
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
-    has_kernel: whether a kernel for such calls has the score change with its numbers.
     """
     key = call.kernel_key[1]
     if call.score is None:
         return None, key
-    if not for_flash and numbers.are_many(call, is_score=True, has_kernel=has_kernel):
-        made = numbers.score_with_inputs(call)
+    score_mod, numbers = call.score.mod(), call.numbers_of(call.score)
+    if numbers is None:
+        return score_mod, key
+    if for_flash or not numbers.are_inputs:
+        numbers.note_function(score_mod)
+    elif not is_capturing(call.q.device):
+        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        made = numbers.with_inputs(score_mod, dtype, call.q.device, (*call.q.shape[:3], call.k.shape[2]))
         if made is not None:
             return made
-        numbers.warn(call, is_score=True)
-    return call.score.mod(), key
+        numbers.warn()
+    return score_mod, key
 
 
-def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_flash: bool = False) -> str:
-    """Return why the mask goes as data, or "".
-
-    is_compiled: whether there is a kernel for the functions of mask and score.
-    has_kernel: whether a kernel for such calls has the mask with its numbers.
-    """
+def why_data(call: Call, for_flash: bool = False) -> str:
+    """Return why the mask goes as data, or ""."""
     if _is_as_fast(call):
         return _AS_FAST
     reason = why_bits(call)
@@ -169,13 +169,12 @@ def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_
         reason = _DEAR
     if not reason and not call.mask.is_by_library and has_failed(call):
         reason = _FAILED if _can_be_read(call) else ""
-    if reason or is_compiled:
-        return reason
-    if numbers.are_many(call, is_score=False, has_kernel=has_kernel):
+    numbers = None if reason else call.numbers_of(call.mask)
+    if numbers is not None and numbers.are_inputs:
         if _can_be_read(call):
             return _NUMBERS
-        numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")
-    return ""
+        numbers.warn("the mask has too many different blocks to go as data")
+    return reason
 
 
 def _is_as_fast(call: Call) -> bool:
@@ -215,10 +214,5 @@ def has_failed(call: Call) -> bool:
 
 
 def _kind_of_failures(call: Call) -> Hashable:
-    return call.mask.numbers()[0], call.q.device.type
-
-
-def note_run(call: Call, is_data: bool) -> None:
-    """Note that a call runs with the mask's function, or with its data."""
-    numbers.note_run(call, is_score=True)
-    numbers.note_run(call, is_score=False, is_data=is_data)
+    numbers = call.numbers_of(call.mask)
+    return None if numbers is None else numbers.kind

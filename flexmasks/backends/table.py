@@ -28,8 +28,8 @@ _FLEX_RECOMPILES_ON = (
     "new batch sizes, lengths and memory layouts; never the values of tensors"
 )
 _FA4_RECOMPILES_ON = (
-    "another dtype, head size or cap; the first use of causal, windows, sequences or a tensor `q_offset`; never "
-    "another number"
+    "another dtype, head size or cap (up to six values); the first use of causal, windows, sequences or a tensor "
+    "`q_offset`; never another number"
 )
 
 
@@ -65,7 +65,7 @@ BACKENDS = {
             _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks, can_be_traced=True,
         ),
         Backend(
-            "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, flex.why_data,
+            "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, forms.why_data,
             reads_any_dtype=True, can_be_traced=True,
         ),
         Backend("short", short.refuses, short.run, compiles=waiting.compiles, plan=short.plan, can_be_traced=True),

@@ -31,7 +31,7 @@ from flexmasks.plans.sizes import BLOCK_SIZE, Offset, is_capturing, shifted_mask
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases
-from flexmasks.spec.leaves import Number
+from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
 from flexmasks.spec.values import Mask
@@ -410,9 +410,10 @@ class GivenPlan:
     def has_number_tensors(self) -> bool:
         return any(not shape for shape in self.shapes)
 
-    def numbers(self) -> tuple[Hashable, list[Number]]:
-        structure, leaves = flatten(self._block_mask.mask_mod)
-        return structure.key_without_numbers, leaves.numbers
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        of_function = flatten(self._block_mask.mask_mod)
+        return Numbers("mask", *of_function, self._block_mask.seq_lengths, self._block_mask.kv_num_blocks.device)
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.cache import ENTRY, FACT, KINDS, Part, identity
+from flexmasks.cache import ENTRY, KINDS, Part, identity
 from flexmasks.errors import passing_error
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_unbatched
@@ -27,13 +27,13 @@ from flexmasks.plans.sizes import Offset, is_capturing, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
-from flexmasks.spec.leaves import MAX_COMPILED_VALUES, Leaves, Number, SeenValues
+from flexmasks.spec.leaves import Leaves
+from flexmasks.spec.numbers import Numbers, seen_of
 from flexmasks.spec.parameters import Size, is_dense
 from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of, with_tensors
 from flexmasks.spec.values import Modifier, Spread
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
-_MAX_NOTED_SIZES = 384  # sizes that are noted for all values of numbers together
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 
 
@@ -68,25 +68,9 @@ class Kind:
                 self.why_exact = cannot_record(error)
 
 
-@dataclass
-class _SeenNumbers:
-    """Values that the numbers of one kind of mask or score had, by kernel keys, and the sizes where they were met."""
-
-    values: SeenValues = field(default_factory=lambda: SeenValues(MAX_COMPILED_VALUES))
-    sizes: set[tuple[Hashable, Size]] = field(default_factory=set)
-
-    def are_inputs(self, key: Hashable, size: Size) -> bool:
-        """Note a call, and return whether its numbers are inputs of kernels."""
-        self.values.note(key)
-        if not self.values.had_more and len(self.sizes) < _MAX_NOTED_SIZES:
-            self.sizes.add((key, size))
-        return self.values.are_inputs(key, lambda: (key, size) in self.sizes)
-
-
 _P = TypeVar("_P", bound=Prepared | MaskData | Whole | Spanned | Added)
 _V = TypeVar("_V")
 PROGRAMS: Part[Kind] = Part(KINDS, "programs")
-_NUMBERS: Part[_SeenNumbers] = Part(KINDS, "numbers")
 
 
 class Plan:
@@ -144,11 +128,6 @@ class Plan:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self._of_kernel[0].key
 
-    def numbers(self) -> tuple[Hashable, list[Number]]:
-        """The key of a compiled kernel without values of numbers, and the numbers. Raises Opaque if it is opaque."""
-        structure, leaves = self._of_kernel
-        return structure.key_without_numbers, leaves.numbers
-
     @property
     def is_by_library(self) -> bool:
         """Return whether this library, not a user, wrote all functions."""
@@ -170,17 +149,20 @@ class Plan:
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> None:
-        """Let numbers become inputs by the rule of `SeenValues`: a kernel has a value compiled in for sizes it had."""
+        """Let parameters that may be tensors become tensors once they had other values, by the rule of numbers."""
         lifted = flatten(self.value, contents=False, lifts=True)
-        key_without_numbers = lifted[0].key
-        if key_without_numbers == self.kernel_key:
+        key = lifted[0].key
+        if key == self.kernel_key:
             return
-        seen = _NUMBERS.get(key_without_numbers)
-        if seen is None:
-            seen = _SeenNumbers()
-            _NUMBERS.put(key_without_numbers, (), seen, FACT)
+        seen = seen_of(key)
+        seen.note(self.kernel_key, self.size)
         if seen.are_inputs(self.kernel_key, self.size):
-            self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
+            self.lifted, self._of_kernel, self.kernel_key = True, lifted, key
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """The numbers that kernels have compiled in, or get otherwise. Raises Opaque if the plan is opaque."""
+        return Numbers(self.value.kind, *self._of_kernel, self.size, self.size.device)
 
     def _cached(
         self, cache: Part[_P], build: Callable[[], _P], *more_key: Hashable, suits: Callable[[_P], bool] | None = None

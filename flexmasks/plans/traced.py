@@ -46,7 +46,6 @@ class _Traced:
     kernel_key: Hashable
     holds_aliases = False
     shapes = ()
-    numbers = _unknown
 
     @property
     def what(self) -> str:

@@ -148,12 +148,12 @@ def sandwich(
 
 def softcap(
     *,
-    cap: float,
+    cap: float | Tensor,
     exact: bool = False,
 ) -> Score:
     """Scores bent into (-cap, cap): cap * tanh(score / cap).
 
-    cap: the bound, above 0 (Gemma 2 uses 50, Grok-1 30).
+    cap: the bound, above 0 (Gemma 2 uses 50, Grok-1 30). A tensor that requires a gradient gets one.
     exact: on a GPU in float16 and bfloat16 tanh is the processor's own instruction, with a relative error of at most
         2**-11, the error of rounding to float16. `exact=True` computes it in full, two to three times slower.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor
 from flexmasks.spec.indexing import bounded
 
 MOST = (1 << 31) - 1  # whole numbers beyond it stay constants
-MAX_COMPILED_VALUES = 6  # values of numbers that are compiled in, a kernel each
 
 
 class Place(NamedTuple):
@@ -44,36 +41,6 @@ class Number(NamedTuple):
             return torch.full((), self.value, dtype=dtype, device=device)
         made = torch.full((), self.value, dtype=torch.int64, device=device)
         return bounded(made, 1 if self.value > 0 else -MOST, MOST)
-
-
-@dataclass
-class SeenValues:
-    """The rule by which numbers become inputs of kernels: the first values are compiled in, later ones are inputs.
-
-    After a later value, the first ones are inputs too where no kernel has them compiled in: none is compiled for them.
-    """
-
-    most: int  # values that are compiled in
-    compiled: set[Hashable] = field(default_factory=set)
-    had_more: bool = False  # later values came
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.compiled) >= self.most
-
-    def are_inputs(self, values: Hashable, has_kernel: Callable[[], bool]) -> bool:
-        """Return whether no kernel is to be compiled for these values."""
-        return self.is_full and (values not in self.compiled or (self.had_more and not has_kernel()))
-
-    def note(self, values: Hashable) -> bool:
-        """Note that a call has these values, and return whether they are new and compiled in."""
-        if values in self.compiled:
-            return False
-        if self.is_full:
-            self.had_more = True
-        else:
-            self.compiled.add(values)
-        return not self.had_more
 
 
 class Leaves:

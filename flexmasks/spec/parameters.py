@@ -142,6 +142,11 @@ class Parameter:
         return self.takes_tensor()
 
     @property
+    def is_plain_number(self) -> bool:
+        """Whether the function's author wrote no specification, or `int` or `float` alone."""
+        return self.spec in ("", _SPEC_OF_TYPE[int], _SPEC_OF_TYPE[float])
+
+    @property
     def is_length(self) -> bool:
         return any(a.kind == "length" for a in self.alternatives)
 
@@ -174,7 +179,8 @@ class Parameter:
                 got = f"a sequence that cannot be made a tensor ({error})"
                 raise self._error(ValueError, what, got, sizes) from error
         if isinstance(value, Tensor):
-            return self._check_tensor(what, value, size, sizes)
+            takes_it = self.is_plain_number and value.ndim == 0 and _is_dtype(value.dtype, self.spec)
+            return value if takes_it else self._check_tensor(what, value, size, sizes)
         return self._check_numbers(what, value, size, sizes)
 
     def _check_numbers(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:

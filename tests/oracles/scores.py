@@ -212,6 +212,7 @@ CASES: list[Case] = [
     Case("softcap", {"cap": 20.0}),
     Case("softcap", {"cap": 0.5}, heads=3, q_len=17, kv_len=51),
     Case("softcap", {"cap": 2.5}, q_len=12, kv_len=21, q_offset=(3, 9)),
+    Case("softcap", {"cap": torch.tensor(1.5)}, heads=3, q_len=14, kv_len=37),
     Case("relative_bias", {"table": RANDOM.floats(2, 9)}, q_len=29, kv_len=29),
     Case("relative_bias", {"table": RANDOM.floats(3, 101)}, heads=3, q_len=15, kv_len=26),
     Case("relative_bias", {"table": RANDOM.floats(2, 33)}, q_len=14, kv_len=37, q_offset=23),
