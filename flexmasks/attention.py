@@ -123,7 +123,8 @@ def attention(
             A function with an operation that torch's compilers are not known to get right goes to the kernel as data:
             the bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says
             so. So do functions without tensors on a CPU, where it compiles nothing and is as fast. Whole numbers in
-            captured 64-bit tensors are taken to be between -2**60 and 2**60.
+            captured 64-bit tensors are taken to be between -2**60 and 2**60, and -2**30 and 2**30 where the function
+            converts them to 32 bits.
             Inside your own torch.compile(fullgraph=True) the blocks of the mask are computed by your graph, from the
             tensors of each run, and so are the bits of functions that go as data, by a look at all pairs. Pass a name,
             a Mask, or a function at the top level of a module with its tensors and numbers as parameters behind `*`:

@@ -63,6 +63,7 @@ _OF_SCORES_ON_FLASH = {
 
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits
 _IN_LARGE_TENSORS: Bounds = (-(2.0**60), 2.0**60)  # assumed of captured 64-bit tensors
+_IN_SMALL_TENSORS = 2.0**30  # the largest number of those that a function converts to 32 bits
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -376,10 +377,13 @@ def _bounds_in(table: Tensor) -> Bounds:
 
 
 def _converted(bounds: Bounds, source: torch.dtype, target: torch.dtype) -> Bounds:
-    """Return the bounds of converted values; whole numbers beyond 32 bits are taken not to be converted to 32."""
+    """Return the bounds of converted values: who converts to 32 bits, as where queries start, has small numbers."""
     if target.is_floating_point:
         return bounds
-    info, (low, high) = torch.iinfo(target), _rounded(*bounds) if source.is_floating_point else bounds
+    low, high = _rounded(*bounds) if source.is_floating_point else bounds
+    if target == torch.int32 and not _fits((low, high), target):
+        return max(low, -_IN_SMALL_TENSORS), min(high, _IN_SMALL_TENSORS)
+    info = torch.iinfo(target)
     return max(low, info.min), min(high, info.max)
 
 
