@@ -2,7 +2,7 @@
 
 If a torch release moves a symbol, only this file changes. A torch without one of these symbols costs the feature that
 needs it, never the import: something public takes its place, or its use raises `MissingFromTorch`, which says what it
-is needed for. `tests/test_missing.py` takes each of them away in turn.
+is needed for. `tests/engine/test_missing.py` takes each of them away in turn.
 
 "No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names that version.
 

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_distributed_exchange.py run."""
+"""What the processes of tests/world/test_distributed_exchange.py run."""
 
 from __future__ import annotations
 

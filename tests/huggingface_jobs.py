@@ -1,4 +1,4 @@
-"""What the processes of tests/test_huggingface_sharded.py run; each function runs in all processes of a group."""
+"""What the processes of tests/world/test_huggingface_sharded.py run; each function runs in all processes of a group."""
 
 from __future__ import annotations
 

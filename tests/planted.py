@@ -5,7 +5,7 @@
     python tests/planted.py                             # try all faults of tests/planted_faults.py
     python tests/planted.py --only 'ranges/|causal'     # those whose file, old or new text has a match
     python tests/planted.py --old COMMIT                # ask the tests of an earlier commit, too
-    python tests/planted.py record -- tests/test_ranges.py    # record chosen tests
+    python tests/planted.py record -- tests/engine/test_ranges.py    # record chosen tests
 
 A fault is planted in a temporary copy of the repository. There the tests run that reached its lines when they were
 recorded, the quickest first, until one fails. A test that also fails without the fault does not count. When the suite

@@ -21,17 +21,17 @@ class Fault(NamedTuple):
     tests: tuple[str, ...] = ()
 
 
-_SOFTMAX = ("tests/test_softmax.py::test_kernels_by_the_interpreter",)
-_FEW_QUERIES = ("tests/test_few_queries.py::test_kernels_by_the_interpreter",)
-_SINKS = ("tests/test_sinks.py::test_kernels_by_the_interpreter",)
-_WHOLE_MASK = ("tests/test_whole_mask.py::test_by_the_interpreter",)
-_COMPILED = ("tests/test_inside_compile.py",)
-_SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
-_DISTRIBUTED = ("tests/test_distributed.py",)
-_EXCHANGED = ("tests/test_distributed_exchange.py", "tests/test_distributed.py")
-_HELD = ("tests/test_plan_held.py",)
-_UPDATES = ("tests/test_plan_updates.py",)
-_PLACED = ("tests/test_inside_compile.py::test_scores_see_where_queries_start",)
+_SOFTMAX = ("tests/calls/test_softmax.py::test_kernels_by_the_interpreter",)
+_FEW_QUERIES = ("tests/engine/test_few_queries.py::test_kernels_by_the_interpreter",)
+_SINKS = ("tests/engine/test_sinks.py::test_kernels_by_the_interpreter",)
+_WHOLE_MASK = ("tests/engine/test_whole_mask.py::test_by_the_interpreter",)
+_COMPILED = ("tests/calls/test_inside_compile.py",)
+_SOFTMAX_IN_TRANSFORMS = ("tests/calls/test_softmax_transforms.py",)
+_DISTRIBUTED = ("tests/world/test_distributed.py",)
+_EXCHANGED = ("tests/world/test_distributed_exchange.py", "tests/world/test_distributed.py")
+_HELD = ("tests/engine/test_plan_held.py",)
+_UPDATES = ("tests/engine/test_plan_updates.py",)
+_PLACED = ("tests/calls/test_inside_compile.py::test_scores_see_where_queries_start",)
 
 FAULTS: list[Fault] = [
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
@@ -60,27 +60,27 @@ FAULTS: list[Fault] = [
     ),
     Fault("ranges/selection.py", "torch.minimum(x.lo, y.lo), y.lo", "torch.maximum(x.lo, y.lo), y.lo"),
     Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
-    Fault("ranges/value.py", "return self.shape[0] if", "return self.shape[1] if", ("tests/test_ranges.py",)),
+    Fault("ranges/value.py", "return self.shape[0] if", "return self.shape[1] if", ("tests/engine/test_ranges.py",)),
     Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
     Fault("ranges/truth.py", "lambda x, y: (x.lo & ~y.hi)", "lambda x, y: (x.lo & ~y.lo)"),
     Fault(
         "ranges/truth.py",
         "certain(_without_nan(x), _without_nan(y))",
         "certain(x, y)",
-        ("tests/test_ranges.py::test_operations_on_numbers_of_both_signs_are_sound",),
+        ("tests/engine/test_ranges.py::test_operations_on_numbers_of_both_signs_are_sound",),
     ),
     Fault(
         "ranges/reach.py",
         "last - (1 << level) + 1)",
         "last - (1 << level))",
-        ("tests/test_ranges.py::test_long_reaches_have_the_same_ends",),
+        ("tests/engine/test_ranges.py::test_long_reaches_have_the_same_ends",),
     ),
     Fault("ranges/reach.py", "values.narrow(d, n - rest, rest)", "values.narrow(d, 0, rest)"),
     Fault(
         "ranges/lookup.py",
         'right=right or side == "right"',
         "right=right",
-        ("tests/test_ranges.py::test_ranges_are_tight",),
+        ("tests/engine/test_ranges.py::test_ranges_are_tight",),
     ),
     Fault("ranges/reductions.py", "a.shape[dim] - 1.0", "a.shape[dim] - 2.0"),
     Fault("ranges/conversion.py", "x.lo.trunc(), x.hi.trunc()", "x.lo.floor(), x.hi.floor()"),
@@ -99,13 +99,13 @@ FAULTS: list[Fault] = [
         "blocks/lists.py",
         "flat.numel() % 8 or flat.numel() <",
         "flat.numel() <",
-        ("tests/test_blocks.py::test_places_are_found_one_by_one_or_eight_at_a_time",),
+        ("tests/engine/test_blocks.py::test_places_are_found_one_by_one_or_eight_at_a_time",),
     ),
     Fault(
         "blocks/lists.py",
         "(0, width - indices.shape[-1])",
         "(width - indices.shape[-1], 0)",
-        ("tests/test_blocks.py::test_narrow_lists_are_widened_for_kernels_on_a_cpu",),
+        ("tests/engine/test_blocks.py::test_narrow_lists_are_widened_for_kernels_on_a_cpu",),
     ),
     Fault("blocks/counts.py", "keys = min(_TILE, self._block_size[1])", "keys = self._block_size[1]"),
     Fault("blocks/counts.py", "zip(lists[::2], lists[1::2], strict=True)", "zip(lists[:4:2], lists[1:4:2])"),
@@ -114,7 +114,7 @@ FAULTS: list[Fault] = [
         "blocks/undecided.py",
         "offsets.clamp(max=axis.block_size - 1)",
         "offsets",
-        ("tests/test_blocks.py::test_edges_of_blocks",),
+        ("tests/engine/test_blocks.py::test_edges_of_blocks",),
     ),
     Fault("blocks/undecided.py", "(parts[is_first], parts[~is_first])", "(parts[is_first],)"),
     Fault("blocks/strips.py", "decide(_moved(mask_mod, start, 0), batch", "decide(mask_mod, batch"),
@@ -123,7 +123,7 @@ FAULTS: list[Fault] = [
         "blocks/bits.py",
         "rows.block_size == 0 and columns",
         "rows.block_size == 0 or columns",
-        ("tests/test_blocks.py::test_bits_past_the_edges_are_hidden",),
+        ("tests/engine/test_blocks.py::test_bits_past_the_edges_are_hidden",),
     ),
     Fault(
         "blocks/bits.py",
@@ -131,12 +131,14 @@ FAULTS: list[Fault] = [
         "            number = torch.where(undecided[number] == among, number, len(undecided))\n",
         "",
     ),
-    Fault("blocks/limits.py", "return min(free)", "return max(free)", ("tests/test_errors.py::test_free_memory",)),
+    Fault(
+        "blocks/limits.py", "return min(free)", "return max(free)", ("tests/calls/test_errors.py::test_free_memory",)
+    ),
     Fault(
         "blocks/elements.py",
         "x.clone().to(self.device) for x",
         "x.to(self.device) for x",
-        ("tests/test_blocks.py::test_in_place_changes_of_the_batch_index_stay_inside",),
+        ("tests/engine/test_blocks.py::test_in_place_changes_of_the_batch_index_stay_inside",),
     ),
     # --- spec ---
     Fault("spec/structure.py", "else (key, *states)", "else key"),
@@ -144,20 +146,22 @@ FAULTS: list[Fault] = [
         "spec/values.py",
         "or known[0] != state:",
         "or known[1] != state:",
-        ("tests/test_values.py::test_a_mask_called_by_itself_is_prepared_once_until_its_tensors_change",),
+        ("tests/masks/test_values.py::test_a_mask_called_by_itself_is_prepared_once_until_its_tensors_change",),
     ),
-    Fault("spec/parameters.py", "a.dtype == b.dtype and a.shape", "a.shape", ("tests/test_values.py::test_unequal",)),
+    Fault(
+        "spec/parameters.py", "a.dtype == b.dtype and a.shape", "a.shape", ("tests/masks/test_values.py::test_unequal",)
+    ),
     Fault(
         "spec/values.py",
         "value.dtype in (torch.float16, torch.bfloat16)",
         "value.dtype == torch.float16",
-        ("tests/test_scores.py::test_parameters_in_half_precision_change_scores_in_float32",),
+        ("tests/masks/test_scores.py::test_parameters_in_half_precision_change_scores_in_float32",),
     ),
     Fault(
         "spec/values.py",
         'inner_size is not None and dimension != "H"',
         "inner_size is not None",
-        ("tests/test_values.py::test_values_inside_sequences_imply_heads_alone",),
+        ("tests/masks/test_values.py::test_values_inside_sequences_imply_heads_alone",),
     ),
     Fault("spec/values.py", "self.params.keys() == other.params.keys()", "self.params.keys() <= other.params.keys()"),
     Fault("spec/values.py", "for m in self.inside() for v in m.params", "for m in [self] for v in m.params"),
@@ -181,33 +185,33 @@ FAULTS: list[Fault] = [
         "spec/parts.py",
         "inner(*score, _shifted(b, first_batch), _shifted(h, first_head)",
         "inner(*score, _shifted(b, first_batch), h",
-        ("tests/test_layouts.py::test_a_part_has_the_batch_elements_and_heads_of_the_whole_call", *_DISTRIBUTED),
+        ("tests/masks/test_layouts.py::test_a_part_has_the_batch_elements_and_heads_of_the_whole_call", *_DISTRIBUTED),
     ),
     Fault(
         "spec/parts.py",
         "q_len=q_len, q_offset=positions - q_len",
         "q_len=q_len, q_offset=0",
-        ("tests/test_mixed.py::test_every_mask",),
+        ("tests/calls/test_mixed.py::test_every_mask",),
     ),
     Fault(
         "spec/structure.py",
         "return self._number(value, place, value > 0)",
         "return self._number(value, place, True)",
-        ("tests/test_kernel_counts.py::test_tensors_in_places_of_numbers",),
+        ("tests/engine/test_kernel_counts.py::test_tensors_in_places_of_numbers",),
     ),
     Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
     Fault(
         "spec/layouts.py",
         "if max(q_len, kv_len) > max_length:",
         "if q_len > max_length:",
-        ("tests/test_layouts.py::test_tables_inside_sequences_may_have_any_length_up_to_the_bound",),
+        ("tests/masks/test_layouts.py::test_tables_inside_sequences_may_have_any_length_up_to_the_bound",),
     ),
     Fault("spec/indexing.py", "count < size.positions_of_q:", "count < size.q_len:"),
     Fault(
         "spec/structure.py",
         "return (kind, repr(value)), lambda",
         "return (kind, value), lambda",
-        ("tests/test_cache.py::test_nothing_stale",),
+        ("tests/engine/test_cache.py::test_nothing_stale",),
     ),
     # --- plans ---
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
@@ -215,7 +219,7 @@ FAULTS: list[Fault] = [
         "plans/mask_plan.py",
         "indices[0].sum() > indices[2].sum()",
         "indices[0].sum() > indices[1].sum()",
-        ("tests/test_plans.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",),
+        ("tests/engine/test_plans.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",),
     ),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
     Fault("plans/sizes.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
@@ -242,27 +246,27 @@ FAULTS: list[Fault] = [
         "plans/plan.py",
         "self.lifted, torch.get_default_dtype(), *more_key)\n        prepared",
         "self.lifted, *more_key)\n        prepared",
-        ("tests/test_cache.py::test_plans_of_another_default_dtype_are_others",),
+        ("tests/engine/test_cache.py::test_plans_of_another_default_dtype_are_others",),
     ),
     Fault("plans/plan.py", "layouts, places, *more_key", "layouts, *more_key"),
     Fault(
         "plans/bounds.py",
         "    if sequences.q is not sequences.kv:\n        return mask_mod\n",
         "",
-        ("tests/test_layouts.py::test_windows_in_sequences_of_later_queries",),
+        ("tests/masks/test_layouts.py::test_windows_in_sequences_of_later_queries",),
     ),
     Fault(
         "plans/data.py",
         "number[torch.cat(numbers)]",
         "number",
-        ("tests/test_data.py::test_blocks_that_are_read_in_several_parts",),
+        ("tests/engine/test_data.py::test_blocks_that_are_read_in_several_parts",),
     ),
     # --- masks and scores ---
     Fault(
         "masks/bigbird.py",
         "else (min(global_blocks, blocks), 0)",
         "else (0, min(global_blocks, blocks))",
-        ("tests/test_masks.py::test_global_blocks_of_bigbird",),
+        ("tests/masks/test_masks.py::test_global_blocks_of_bigbird",),
     ),
     Fault("masks/block_sparse.py", "have[0] < need[0] or have[1] < need[1]", "have[0] < need[0] and have[1] < need[1]"),
     Fault("masks/dilated.py", "kv % stride >= stride - summary", "kv % stride > stride - summary"),
@@ -271,7 +275,7 @@ FAULTS: list[Fault] = [
         "masks/spans.py",
         "torch.promote_types(document_ids.dtype, prefix_of.dtype)",
         "prefix_of.dtype",
-        ("tests/test_masks.py::test_more_documents_than_small_whole_numbers",),
+        ("tests/masks/test_masks.py::test_more_documents_than_small_whole_numbers",),
     ),
     Fault("masks/vertical_slash.py", "torch.where(index > rest, rest, index).int()", "index.int()"),
     Fault("masks/padding.py", "kv < seq_lens[b]", "kv <= seq_lens[b]"),
@@ -282,14 +286,14 @@ FAULTS: list[Fault] = [
         "masks/natten.py",
         "_neighborhood(q, kv, axes, pixels) if words",
         "_neighborhood(q, kv, axes) if words",
-        ("tests/test_masks.py::test_what_kernels_compute",),
+        ("tests/masks/test_masks.py::test_what_kernels_compute",),
     ),
     Fault("masks/longformer.py", "shift = -tokens % frame", "shift = tokens % frame"),
     Fault(
         "scores/t5_bias.py",
         "bounded(table, 0, buckets - 1)",
         "bounded(table, 0, buckets - 2)",
-        ("tests/test_scores.py::test_bounds_that_scores_note_hold",),
+        ("tests/masks/test_scores.py::test_bounds_that_scores_note_hold",),
     ),
     Fault("scores/t5_bias.py", "far**steps >= max_distance", "far**steps > max_distance"),
     Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
@@ -307,7 +311,7 @@ FAULTS: list[Fault] = [
         "backends/decode.py",
         "scores_of(q.float(), k.float(), self",
         "scores_of(q, k, self",
-        ("tests/test_decode.py::test_products_beyond_half_precision_beside_poison",),
+        ("tests/engine/test_decode.py::test_products_beyond_half_precision_beside_poison",),
     ),
     Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
     Fault("backends/added.py", '(name == "sub" and sums == [0])', '(name == "sub" and len(sums) == 1)'),
@@ -317,7 +321,7 @@ FAULTS: list[Fault] = [
         "backends/sdpa.py",
         "(window.right, window.offset) != (0, 0)",
         "window.right != 0",
-        ("tests/test_attention.py::test_sdpa_takes_no_later_queries",),
+        ("tests/calls/test_attention.py::test_sdpa_takes_no_later_queries",),
     ),
     Fault(
         "backends/sdpa.py", "call.scale is not None and call.scale <= 0", "call.scale is not None and call.scale < 0"
@@ -331,19 +335,19 @@ FAULTS: list[Fault] = [
         "backends/slices.py",
         "        out = torch.where(bad_values > 0, math.nan, out)\n",
         "",
-        ("tests/test_attention.py::test_the_reference_shows_poison_that_is_seen_to_transforms",),
+        ("tests/calls/test_attention.py::test_the_reference_shows_poison_that_is_seen_to_transforms",),
     ),
     Fault(
         "backends/flex_kernels.py",
         "torch.where(q >= 0, score_mod(score, b, h, q, kv), score)",
         "score_mod(score, b, h, q, kv)",
-        ("tests/test_scores.py::test_scores_that_depend_on_few_indices",),
+        ("tests/masks/test_scores.py::test_scores_that_depend_on_few_indices",),
     ),
     Fault(
         "blocks/elements.py",
         "out if self._is_of_pairs(args[0]) else self._gated(out)",
         "out",
-        ("tests/test_scores.py::test_hidden_pairs_teach_nothing",),
+        ("tests/masks/test_scores.py::test_hidden_pairs_teach_nothing",),
     ),
     Fault("backends/plain.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
     Fault(
@@ -361,13 +365,13 @@ FAULTS: list[Fault] = [
         "backends/tiles.py",
         "            grads = of_scores.contiguous()\n            self._set_hidden_to_zero(grads, tile)\n",
         "            grads = of_scores.contiguous()\n",
-        ("tests/test_scores.py::test_gradients_of_scores_that_are_nan_where_the_mask_hides",),
+        ("tests/masks/test_scores.py::test_gradients_of_scores_that_are_nan_where_the_mask_hides",),
     ),
     Fault(
         "backends/tiles.py",
         "torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype))",
         "torch.zeros_like(x)",
-        ("tests/test_scores.py::test_gradients_of_captured_tensors_in_half_precision_are_summed_in_float32",),
+        ("tests/masks/test_scores.py::test_gradients_of_captured_tensors_in_half_precision_are_summed_in_float32",),
     ),
     Fault(
         "backends/tiles_operator.py",
@@ -380,7 +384,7 @@ FAULTS: list[Fault] = [
         "inside_compile.py",
         "score.bind(score.resolve(size)), q_offset)",
         "score.bind(score.resolve(size)), 0)",
-        ("tests/test_export.py::test_programs_for_onnx_hold_plain_operations",),
+        ("tests/calls/test_export.py::test_programs_for_onnx_hold_plain_operations",),
     ),
     Fault("inside_compile.py", "_scored(encoded_score, q_offset, like_q", "_scored(encoded_score, 0, like_q", _PLACED),
     Fault("inside_compile.py", "visible, score, call.q_offset,", "visible, score, 0,", _PLACED),
@@ -393,7 +397,7 @@ FAULTS: list[Fault] = [
         "spec/numbers.py",
         "seen.why_constant = difference(function, made, device, sizes)",
         'seen.why_constant = ""',
-        ("tests/test_kernel_counts.py::test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once",),
+        ("tests/engine/test_kernel_counts.py::test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once",),
     ),
     Fault("plans/held.py", "_write(former)", "pass", _UPDATES),
     Fault("plans/held.py", " own: set[int] = set()", " own = known", _UPDATES),
@@ -401,7 +405,7 @@ FAULTS: list[Fault] = [
         "plans/held.py",
         "launch.replay.refresh()",
         "pass",
-        ("tests/test_starts.py::test_updated_starts_reach_the_kernel",),
+        ("tests/engine/test_starts.py::test_updated_starts_reach_the_kernel",),
     ),
     Fault("planning.py", "self._blocks[1] != state", "False", _UPDATES),
     Fault("spec/structure.py", "_name_of(former) != _name_of(place)", "False", _UPDATES),
@@ -410,19 +414,19 @@ FAULTS: list[Fault] = [
         "plans/held.py",
         "            pairs += [(old, new) for old, new in",
         "            pairs = [(old, new) for old, new in",
-        ("tests/test_decode.py::test_plans_whose_mask_and_score_change",),
+        ("tests/engine/test_decode.py::test_plans_whose_mask_and_score_change",),
     ),
     Fault(
         "backends/call.py",
         "form.program is None or any(id(t)",
         "any(id(t)",
-        ("tests/test_plans.py::test_new_tensors_at_every_step",),
+        ("tests/engine/test_plans.py::test_new_tensors_at_every_step",),
     ),
     Fault(
         "backends/forms.py",
         "None if offset is None else count(offset), *shapes, device.type",
         "*shapes, device.type",
-        ("tests/test_data.py::test_functions_are_looked_at_again_for_later_positions",),
+        ("tests/engine/test_data.py::test_functions_are_looked_at_again_for_later_positions",),
     ),
     # --- kernels, which Triton's interpreter runs ---
     Fault("kernels/softmax_forward.py", "    if SIGN < 0:\n        scores = -scores\n", "", _SOFTMAX),
@@ -473,13 +477,13 @@ FAULTS: list[Fault] = [
         "spec/code.py",
         "if name in function.__globals__ and not is_constant:",
         "if False:",
-        ("tests/test_inside_compile.py::test_variables_of_a_module_may_change",),
+        ("tests/calls/test_inside_compile.py::test_variables_of_a_module_may_change",),
     ),
     Fault(
         "spec/code.py",
         "if is_made_anew and (",
         "if False and (",
-        ("tests/test_inside_compile.py::test_captured_numbers_may_change",),
+        ("tests/calls/test_inside_compile.py::test_captured_numbers_may_change",),
     ),
     Fault(
         "kernels/whole_mask_kernel.py",
@@ -500,7 +504,7 @@ FAULTS: list[Fault] = [
         "kernels/sinks.py",
         "of_share, -of_share",
         "of_share, of_share",
-        ("tests/test_sinks.py::test_gradients_in_plain_torch",),
+        ("tests/engine/test_sinks.py::test_gradients_in_plain_torch",),
     ),
     Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
     # --- the masked softmax ---
@@ -523,13 +527,13 @@ FAULTS: list[Fault] = [
         "integrations/huggingface/recognition.py",
         "limit = more - is_strict",
         "limit = more",
-        ("tests/test_huggingface.py::test_windows_by_the_absolute_distance",),
+        ("tests/world/test_huggingface.py::test_windows_by_the_absolute_distance",),
     ),
     Fault(
         "integrations/huggingface/recognition.py",
         "min(one.high, other.high) + 1",
         "min(one.high, other.high) + 2",
-        ("tests/test_huggingface.py::test_two_windows_with_a_gap",),
+        ("tests/world/test_huggingface.py::test_two_windows_with_a_gap",),
     ),
     Fault("integrations/huggingface/recognition.py", "start=chunk[1] - positions.first", "start=chunk[1]"),
     Fault(
@@ -543,13 +547,13 @@ FAULTS: list[Fault] = [
         "integrations/huggingface/attention.py",
         "prepend=first) != 1)",
         "prepend=first) < 1)",
-        ("tests/test_huggingface.py::test_documents_start_where_positions_do_not_go_on_by_one",),
+        ("tests/world/test_huggingface.py::test_documents_start_where_positions_do_not_go_on_by_one",),
     ),
     Fault(
         "integrations/huggingface/attention.py",
         "side = window - 1 if side is None",
         "side = window if side is None",
-        ("tests/test_huggingface.py::test_windows_of_layers_that_look_both_ways",),
+        ("tests/world/test_huggingface.py::test_windows_of_layers_that_look_both_ways",),
     ),
     Fault(
         "integrations/huggingface/attention.py",
@@ -561,7 +565,7 @@ FAULTS: list[Fault] = [
         "integrations/distributed/exchange.py",
         "result[:, :, place].add_(piece)",
         "result[:, :, place].copy_(piece)",
-        ("tests/test_distributed.py::test_dtensors", *_EXCHANGED),
+        ("tests/world/test_distributed.py::test_dtensors", *_EXCHANGED),
     ),
     Fault(
         "integrations/distributed/exchange.py",
@@ -576,7 +580,7 @@ FAULTS: list[Fault] = [
         "integrations/distributed/counts.py",
         "max(stop, result[-1][1])",
         "stop",
-        ("tests/test_distributed_plan.py::test_parts_inside_others_are_merged",),
+        ("tests/world/test_distributed_plan.py::test_parts_inside_others_are_merged",),
     ),
     Fault(
         "integrations/distributed/attention.py",
@@ -588,7 +592,7 @@ FAULTS: list[Fault] = [
         "integrations/distributed/attention.py",
         "made((of_mask, *sizes, call.parts)",
         "made((of_mask, call.parts)",
-        ("tests/test_distributed_plan.py",),
+        ("tests/world/test_distributed_plan.py",),
     ),
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
     Fault("spec/parts.py", "sinks.narrow(0, self.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
@@ -597,31 +601,31 @@ FAULTS: list[Fault] = [
         "cache.py",
         "compat.version(tensor), tensor.data_ptr(),",
         "compat.version(tensor),",
-        ("tests/test_cache.py::test_nothing_stale",),
+        ("tests/engine/test_cache.py::test_nothing_stale",),
     ),
     Fault(
         "cache.py",
         "self._name, key, torch.is_inference_mode_enabled(), *map",
         "self._name, key, *map",
-        ("tests/test_cache.py::test_inference_then_training",),
+        ("tests/engine/test_cache.py::test_inference_then_training",),
     ),
     Fault(
         "cache.py",
         "tensor.shape, tensor.stride(), tensor.dtype",
         "tensor.shape, tensor.dtype",
-        ("tests/test_cache.py::test_tensors_given_other_data_are_others",),
+        ("tests/engine/test_cache.py::test_tensors_given_other_data_are_others",),
     ),
     Fault(
         "cache.py",
         "tensor.data_ptr(), tensor.shape, tensor.stride(),",
         "tensor.data_ptr(), tensor.stride(),",
-        ("tests/test_cache.py::test_tensors_given_other_data_are_others",),
+        ("tests/engine/test_cache.py::test_tensors_given_other_data_are_others",),
     ),
     Fault(
         "cache.py",
         "tensor.stride(), tensor.dtype\n",
         "tensor.stride()\n",
-        ("tests/test_cache.py::test_tensors_given_other_data_are_others",),
+        ("tests/engine/test_cache.py::test_tensors_given_other_data_are_others",),
     ),
     Fault(
         "calls.py",
@@ -629,12 +633,14 @@ FAULTS: list[Fault] = [
         "return (functions, of_sizes), tensors",
         _WHOLE_MASK,
     ),
-    Fault("flex.py", "score_mod, block_mask, scale) if", "score_mod, block_mask, None) if", ("tests/test_flex.py",)),
+    Fault(
+        "flex.py", "score_mod, block_mask, scale) if", "score_mod, block_mask, None) if", ("tests/calls/test_flex.py",)
+    ),
     Fault(
         "calls.py",
         "key += [name, repr(value)]",
         "key += [name, value]",
-        ("tests/test_cache.py::test_parameters_that_look_alike_are_distinguished",),
+        ("tests/engine/test_cache.py::test_parameters_that_look_alike_are_distinguished",),
     ),
     Fault(
         "backends/call.py",
@@ -647,13 +653,13 @@ FAULTS: list[Fault] = [
         "request.py",
         "request.block_mask is not None and request.mask is not None",
         "False",
-        ("tests/test_errors.py::test_bad_input",),
+        ("tests/calls/test_errors.py::test_bad_input",),
     ),
     Fault(
         "pages.py",
         "size = Size(len(q), q.shape[1], q.shape[2], n_pages",
         "size = Size(len(q), q.shape[0], q.shape[2], n_pages",
-        ("tests/test_paging.py::test_masks_of_all_kinds_count_positions_in_the_sequence",),
+        ("tests/calls/test_paging.py::test_masks_of_all_kinds_count_positions_in_the_sequence",),
     ),
     Fault("orders.py", "return _Moved.apply(results, back, into)", "return _Moved.apply(results, into, back)"),
     Fault("orders.py", "_Moved.apply(gradients[0], inverse, order)", "_Moved.apply(gradients[0], order, inverse)"),
@@ -663,12 +669,14 @@ FAULTS: list[Fault] = [
     Fault(
         "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"
     ),
-    Fault("pictures/picture.py", "elif cell[0] < block[0]", "elif cell[0] < block[1]", ("tests/test_picture.py",)),
+    Fault(
+        "pictures/picture.py", "elif cell[0] < block[0]", "elif cell[0] < block[1]", ("tests/calls/test_picture.py",)
+    ),
     Fault(
         "pictures/svg.py",
         "int(b[i : i + 2], 16)",
         "int(b[i : i + 2], 17)",
-        ("tests/test_picture.py::test_levels_of_a_score_lie_evenly_between_two_colors",),
+        ("tests/calls/test_picture.py::test_levels_of_a_score_lie_evenly_between_two_colors",),
     ),
     Fault(
         "pictures/cells.py",
@@ -679,34 +687,34 @@ FAULTS: list[Fault] = [
         "plans/traced.py",
         "return self if self.block_size in (None, block_size) else None",
         "return self",
-        ("tests/test_inside_compile.py::test_given_blocks_have_the_backends_that_take_them", *_COMPILED),
+        ("tests/calls/test_inside_compile.py::test_given_blocks_have_the_backends_that_take_them", *_COMPILED),
     ),
-    Fault("spec/code.py", "or not chain:", "or False:", ("tests/test_objects.py", "tests/test_cache.py")),
-    Fault("spec/code.py", "found[first] = None", "found.setdefault(first, {})", ("tests/test_objects.py",)),
+    Fault("spec/code.py", "or not chain:", "or False:", ("tests/masks/test_objects.py", "tests/engine/test_cache.py")),
+    Fault("spec/code.py", "found[first] = None", "found.setdefault(first, {})", ("tests/masks/test_objects.py",)),
     Fault(
         "spec/code.py",
         ' or hasattr(of_class, "__set__"):',
         ":",
-        ("tests/test_cache.py::test_tensors_given_other_data_are_others",),
+        ("tests/engine/test_cache.py::test_tensors_given_other_data_are_others",),
     ),
-    Fault("plans/held.py", " or structure.reads_objects", "", ("tests/test_plan_held.py",)),
+    Fault("plans/held.py", " or structure.reads_objects", "", ("tests/engine/test_plan_held.py",)),
     Fault(
         "plans/score_plan.py",
         "if self.is_by_library:",
         "if True:",
-        ("tests/test_biases.py::test_numbers_of_learning_scores",),
+        ("tests/masks/test_biases.py::test_numbers_of_learning_scores",),
     ),
     Fault("plans/whole.py", "(1, -1, 1, 1).clone()", "(1, -1, 1, 1)"),
     Fault(
         "spec/parts.py",
         "factors.slopes[first_head : first_head + size.heads]",
         "factors.slopes[: size.heads]",
-        ("tests/test_plans.py::test_factors_of_alibi_inside_others",),
+        ("tests/engine/test_plans.py::test_factors_of_alibi_inside_others",),
     ),
     Fault(
         "plans/tracing.py",
         "if varies and (",
         "if not varies and (",
-        ("tests/test_plans.py",),
+        ("tests/engine/test_plans.py",),
     ),
 ]

@@ -168,7 +168,12 @@ def test_distributions_in_a_fresh_environment(clone: Path, tmp_path: Path) -> No
     assert "sliding_window" in (tmp_path / "gallery/index.html").read_text()
     assert "paged_attention" in (tmp_path / "gallery/reference/flexmasks.html").read_text()
     assert "SDPA" in run("-m", "flexmasks", "bench", "--mask", "causal", "--shape", "1,2,256,32")
-    files = ["tests/test_masks.py", "tests/test_scores.py", "tests/test_pickles.py", "tests/test_orders.py"]
+    files = [
+        "tests/masks/test_masks.py",
+        "tests/masks/test_scores.py",
+        "tests/masks/test_pickles.py",
+        "tests/masks/test_orders.py",
+    ]
     run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files, folder=source)
 
     run("-m", "pip", "uninstall", "-y", "setuptools")  # a newer one comes from the environment of the tests

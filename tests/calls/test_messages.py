@@ -892,7 +892,7 @@ def test_masks_on_another_device() -> None:
     assert "the variable `table` of the function is on cpu" in message
 
 
-# --- lines before compilations; tests/test_threads.py has those of torch's kernels ---
+# --- lines before compilations; tests/engine/test_threads.py has those of torch's kernels ---
 
 
 def test_own_kernels_are_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -600,7 +600,7 @@ def test_a_flash_attention_with_a_race(
 
 
 def test_the_extra_asks_for_a_flash_attention_without_the_race() -> None:
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())
     assert project["project"]["optional-dependencies"]["flash"] == ["flash-attn-4>=4.0.0b26"]
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import flexmasks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Modules that take long to import. `import torch` loads none of them, only a compilation, a GPU or a picture does.
 COMPILERS = ["torch._dynamo", "torch._inductor", "triton"]
 HEAVY = [

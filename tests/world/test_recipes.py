@@ -23,7 +23,7 @@ import torch
 from helpers import in_campaigns, one_in
 from tabulate import tabulate
 
-FOLDER = Path(__file__).parent.parent / "recipes"
+FOLDER = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py") if path.name != "benchmark.py")
 # Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
@@ -155,8 +155,8 @@ def measurements() -> str:
     parts = [
         "# What the recipes measured",
         f"On one {machine['device']}, torch {machine['torch']}. `python recipes/NAME.py` prints such a table below its "
-        "checks. With `--json recipes/results/NAME.json` it writes the figures, and `python tests/test_recipes.py` "
-        "writes this page from them.",
+        "checks. With `--json recipes/results/NAME.json` it writes the figures, and "
+        "`python tests/world/test_recipes.py` writes this page from them.",
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
         "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [sequences over several "
@@ -174,7 +174,7 @@ def measurements() -> str:
 
 
 def test_the_measurements_are_those_of_a_gpu() -> None:
-    """`python tests/test_recipes.py` rewrites the page."""
+    """`python tests/world/test_recipes.py` rewrites the page."""
     assert (FOLDER / "results/README.md").read_text() == measurements()
     assert all(run["machine"]["device_type"] == "cuda" for run in stored().values())
 

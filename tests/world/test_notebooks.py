@@ -1,7 +1,7 @@
 """Every notebook runs in a fresh kernel and gives its stored outputs.
 
-`python tests/test_notebooks.py [NAME ...]` runs notebooks and stores their outputs. The outputs of cells with the tag
-"varies" differ from run to run, as times do, and are not compared.
+`python tests/world/test_notebooks.py [NAME ...]` runs notebooks and stores their outputs. The outputs of cells with the
+tag "varies" differ from run to run, as times do, and are not compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import flexmasks
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parent.parent.parent / "notebooks").glob("*.ipynb"))
 VARIES = "varies"
 TORCH = torch.__version__.partition("+")[0]
 _SHOWN = ("text/plain", "text/html", "image/svg+xml")
@@ -74,7 +74,9 @@ def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.M
         if VARIES in new.metadata.get("tags", []):
             assert bool(old.outputs) == bool(new.outputs), f"cell {number} has no stored output"
         elif stored.metadata.get("torch") == TORCH:  # other versions of torch print other graphs and errors
-            assert shown(old) == shown(new), f"cell {number} is stale; `python tests/test_notebooks.py` updates it"
+            assert shown(old) == shown(new), (
+                f"cell {number} is stale; `python tests/world/test_notebooks.py` updates it"
+            )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
