@@ -38,7 +38,6 @@ from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
-    NARROW_DTYPES,
     aligned_traced,
     bits_of_function,
     check_can_be_asked,
@@ -115,7 +114,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     if isinstance(of_mask.mask, Flat) and "(False, " in of_mask.mask.text:  # perhaps a function that a user wrote
         bits = _bits_of(of_mask.mask, of_mask.offset, of_mask.block_size, of_mask.sizes, q.detach(), k.detach())
     elif of_mask.mask == UNKNOWN and block_mask is not None:
-        check_numbers(block_mask.mask_mod, q.device, NARROW_DTYPES)
+        check_numbers(block_mask.mask_mod, q.device)
     elif of_mask.mask == UNKNOWN:
         of_size, block_size = unread(size, q_offset), block_size_for(size)
         bits = bits_of_function("attention", cast(Mask, mask), of_size, q_offset, block_size)
@@ -554,7 +553,7 @@ def _by_traced_reference(
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
     if encoded == UNKNOWN:
-        check_can_be_asked("a block mask")
+        check_can_be_asked()
     if isinstance(encoded, Flat):
 
         def visible(*indices: Tensor) -> Tensor:

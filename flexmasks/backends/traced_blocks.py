@@ -101,7 +101,7 @@ def bits_of_function(
 
     Only torch's tracing can read it: it is asked for all pairs of queries and keys, at each run of the graph.
     """
-    check_can_be_asked(f"{mask!r}")
+    check_can_be_asked()
     if not can_be_bits(block_size):
         fail(f"the sizes of blocks must be powers of 2 from 32 on here, got {block_size}.", call=call)
     bound = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
@@ -109,7 +109,7 @@ def bits_of_function(
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # torch takes no methods and partials
         return bound(b, h, q, kv)
 
-    check_numbers(mask_mod, size.device, HALF_DTYPES)
+    check_numbers(mask_mod, size.device)
     reads_b, reads_h = reads_batch_and_heads(mask)
     batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
     with torch.no_grad():
@@ -122,11 +122,11 @@ def bits_of_function(
     return tuple([separate(x) for x in made]) if size.device.type == "cpu" else made
 
 
-def check_can_be_asked(what: str) -> None:
+def check_can_be_asked() -> None:
     """Raise an error where torch.compile cannot ask a function for pairs."""
     if not compat.can_trace_transforms():
         fail(
-            f"inside an activation checkpoint torch.compile cannot read the function of {what}: write it at the top "
+            "inside an activation checkpoint torch.compile cannot read the function of the mask: write it at the top "
             "level of a module, with tensors and numbers as parameters after `*`, and pass these by name."
         )
 
@@ -137,17 +137,19 @@ def of_bits(lengths: tuple[int, int], made: Sequence[Tensor], block_size: tuple[
     return made_of(lengths, lists, block_size, reading_bits(words, table, block_size))
 
 
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
+
+
 class _Narrow(TorchFunctionMode):
-    """Notes whether a function computes with numbers of some dtypes, which kernels compute in other ones.
+    """Notes whether a function computes with numbers of less than 32 bits, which kernels compute in other types.
 
     It may read and convert them, and compare numbers of one type that it read.
     """
 
     found: torch.dtype | None = None
 
-    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._dtypes = dtypes
         self._read: list[Tensor] = []
 
     def __torch_function__(
@@ -159,10 +161,10 @@ class _Narrow(TorchFunctionMode):
         elif isinstance(out, Tensor):
             tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
             numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
-            if out.dtype in self._dtypes:
+            if out.dtype in _NARROW:
                 self.found = out.dtype
             for x in tensors:
-                if x.dtype in self._dtypes:
+                if x.dtype in _NARROW:
                     # While torch traces, some operations, such as abs(x), pass a mode by.
                     is_read = any(x is known for known in self._read)
                     is_mixed = any(other.dtype != x.dtype for other in tensors)
@@ -178,15 +180,11 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     return isinstance(number, float) or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-NARROW_DTYPES = (torch.int8, torch.uint8, torch.int16, *HALF_DTYPES)
-
-
-def check_numbers(mask_mod: Callable[..., Tensor], device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that a mask's function that only torch's tracing can read does not compute with numbers of some dtypes."""
+def check_numbers(mask_mod: Callable[..., Tensor], device: torch.device) -> None:
+    """Check that a mask's function that only torch's tracing can read computes in no less than 32 bits."""
     if not compat.can_trace_transforms():
         return
-    narrow = _Narrow(dtypes)
+    narrow = _Narrow()
 
     def watched(*indices: Tensor) -> Tensor:
         with narrow:

@@ -33,8 +33,15 @@ _ARITHMETIC = [
 ]
 
 
+_CLAMPS = (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, torch.clamp_min, Tensor.clamp_min, torch.clamp_max,
+           Tensor.clamp_max)  # fmt: skip
+
+
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow."""
+    """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow.
+
+    And under vmap the limits of a clamp widen nothing, as they do outside.
+    """
 
     operations = 0  # of the function
 
@@ -45,6 +52,9 @@ class _IndexingByNumbers(TorchFunctionMode):
         if compat.is_compiling() and func in _ARITHMETIC:
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
                 args = tuple([float(x) if type(x) is int else x for x in args])
+        elif func in _CLAMPS:
+            dtypes = {x.dtype for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
+            args = (args[0].to(functools.reduce(torch.promote_types, dtypes)), *args[1:])
         elif func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)

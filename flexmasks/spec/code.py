@@ -16,7 +16,6 @@ from torch.nn import Module
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 # Help for masks of users; what the rest of this library returns may follow from what users have registered.
 _HELP = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")
-_CODE = types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType
 # Names by which code can read any variable at all.
 _NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 _SKIPPED = {"CACHE", "NOP", "EXTENDED_ARG", "RESUME"}
@@ -48,22 +47,26 @@ def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
 
 
 def read_by(function: types.FunctionType) -> str:
-    """Return what a function reads besides its arguments and what libraries hold, in words, or ""."""
+    """Return what a function reads besides its arguments and what modules of libraries hold, in words, or ""."""
     names, uncertainty = global_names(function.__code__)
     if uncertainty:
         return uncertainty.format(repr(function.__name__))
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     is_made_anew = "<" in function.__qualname__  # a lambda, or a function inside one: torch knows it by its code
-    if is_made_anew and (function.__defaults__ or function.__kwdefaults__):
+    if defaults and (is_made_anew or not all(isinstance(x, bool | int | float | str | None) for x in defaults)):
         return "the defaults of its parameters"
-    for name in names:
-        value = function.__globals__.get(name)
-        owner = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None))
-        is_constant = isinstance(value, _CODE) and (
-            owner in _HELP or (is_library(owner) and not owner.startswith("flexmasks"))
-        )
-        if name in function.__globals__ and not is_constant:
-            return f"the variable {name!r}"
-    return ""
+    variables = function.__globals__
+    changing = (name for name in names if name in variables and not _is_fixed(variables[name]))
+    return next((f"the variable {name!r}" for name in changing), "")
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a variable is a module of a library, or help for masks; another name may stand for another function."""
+    if isinstance(value, types.ModuleType):
+        return is_library(value.__name__) and (value.__name__ in _HELP or not value.__name__.startswith("flexmasks"))
+    return (
+        isinstance(value, types.FunctionType) and value.__globals__.get("__name__") in _HELP and not value.__closure__
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ import torch
 from flexmasks import compat
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.graphs import Flat, text_of
-from flexmasks.spec.code import read_by
+from flexmasks.spec.code import global_names, read_by
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.numbers import MAX_SYMBOLS_COMPILED_IN, Seen, difference, seen_of
 from flexmasks.spec.parameters import Parameter, Size
@@ -173,10 +173,19 @@ def _named(*functions: Any) -> str:
     reads = next((f"{_READS} {found}" for f in functions if f is not None and (found := read_by(f))), None)
     if reads is not None:
         return reads
-    contents = [None if f is None else (marshal.dumps(f.__code__), f.__defaults__, f.__kwdefaults__) for f in functions]
+    contents = [f and (marshal.dumps(f.__code__), *_defaults(f), *_names_of_modules(f)) for f in functions]
     name = hashlib.sha256(repr(contents).encode()).hexdigest()
     _FUNCTIONS.put(name, (), functions, FACT)
     return name
+
+
+def _defaults(function: types.FunctionType) -> tuple[Any, Any]:
+    return function.__defaults__, function.__kwdefaults__
+
+
+def _names_of_modules(function: types.FunctionType) -> list[Any]:
+    names, _ = global_names(function.__code__)
+    return [getattr(function.__globals__.get(name), "__name__", None) for name in names]
 
 
 def decode(kind: str, encoded: Any) -> Modifier:

@@ -498,6 +498,48 @@ def test_variables_of_a_module_may_change(monkeypatch: pytest.MonkeyPatch) -> No
             assert error(compiled(q), want.double()) < TOLERANCE[torch.float32]
 
 
+_compare = torch.minimum
+
+
+def _by_alias(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return _compare(q, kv) > kv - 5
+
+
+def test_other_names_of_functions_of_torch_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 40, 16)
+    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=_by_alias), fullgraph=True, backend="aot_eager")
+    for compare in (torch.minimum, torch.maximum, torch.sub):
+        monkeypatch.setattr(sys.modules[__name__], "_compare", compare)
+        want = flexmasks.attention(q, q, q, mask=_by_alias, backend="reference")
+        assert error(compiled(), want.double()) < TOLERANCE[torch.float32]
+
+
+_POSITIONS = torch.arange(50)
+
+
+def _with_a_table(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor = _POSITIONS) -> Tensor:
+    return table[q] >= table[kv]
+
+
+def test_tensors_in_defaults_are_read() -> None:
+    q = torch.randn(1, 2, 40, 16)
+    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=_with_a_table), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(), flexmasks.attention(q, q, q, mask="causal"))
+
+
+def test_numbers_of_masks_beside_functions_that_only_torch_reads_may_change() -> None:
+    table, q = torch.arange(50), torch.randn(1, 2, 40, 16)
+
+    def call(window: int) -> Tensor:
+        near = flexmasks.get_mask("sliding_window", window=window)
+        return flexmasks.attention(q, q, q, mask=near & (lambda b, h, q, kv: table[q] > kv - 3))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for window in (3, 9, 5):
+        torch.testing.assert_close(compiled(window), call(window))
+
+
 def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, **_: Any) -> Tensor:
     return _shown(what, n, lens)(b, h, q, kv)
 

@@ -437,7 +437,13 @@ def test_compiled_functions(first: int, count: int, judge: Judge) -> None:
 
 @pytest.mark.slow
 def test_compiled_functions_inside_compile(judge: Judge) -> None:
-    functions = [*compiled_functions(0, 2), "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
+    functions = [
+        *compiled_functions(0, 2),
+        "(q & kv) == 0",
+        "i8[kv].int() * (h + 1) < 120",
+        "q + q.element_size() > kv",
+    ]
+    functions = [f for f in functions if ".int()" in f or not re.search("half|bf|[iuh]8|16", f)]
     judged = judge.judge(functions, Shape(2 * len(functions), 3, 100, 75), form="traced")
     assert not judged.fault, f"{judged.fault}: {functions}"
 
@@ -477,7 +483,7 @@ def test_all_written_functions_inside_compile(form: str, judge: Judge) -> None:
 def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
     functions = compiled_functions(0, 12, "cuda")
     if form == "traced":  # only torch can read them: those that compute in half precision are refused
-        functions = [f for f in functions if not re.search("half|bf|f16", f)]
+        functions = [f for f in functions if not re.search("half|bf|[iuh]8|16", f)]
     shape, backend = Shape(2 * len(functions), 3, 100, 75), "flex" if form == "function" else "auto"
     judged = judge.judge(functions, shape, "cuda", torch.bfloat16, backend, form=form)
     assert not judged.fault, f"{judged.fault}: {functions}"
