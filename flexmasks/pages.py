@@ -101,11 +101,13 @@ class _Cache(NamedTuple):
 
         If used pages are missing, each mask is checked: some masks hide their keys.
         """
+        if compat.is_compiling():
+            return
         if is_of_vmap(self.page_table):
             refuse_vmap(PAGED, "`page_table`")
         q_offset = request.q_offset
         given = [self.page_table, self.kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
-        if compat.is_compiling() or not all(map(can_be_read, given)):
+        if not all(map(can_be_read, given)):
             return
         key = "whole", q.shape[2], self.k.shape[:2], q_offset if isinstance(q_offset, int) else "tensor"
         if not _WHOLE.get(key, given):

@@ -110,9 +110,9 @@ class _Table(Trace):
     def is_wider_in_python(self, x: Tensor) -> bool:
         return x.dtype == torch.int32 and not self.is_captured(x) and not self._dtypes_of(x)
 
-    def cast(self, x: Tensor) -> Tensor:
+    def cast(self, x: Tensor, is_index: bool = False) -> Tensor:
         made = x.clone()
-        self._captured[id(made)] = frozenset([made.dtype])
+        self._captured[id(made)] = frozenset() if is_index else frozenset([made.dtype])
         return made
 
     def meet(self, name: str, args: Any) -> None:

@@ -83,8 +83,8 @@ class Trace(compat.TorchDispatchMode):
         """Return whether a tensor has another dtype where indices have 64 bits."""
         return False
 
-    def cast(self, x: Tensor) -> Tensor:
-        """Return what a cast to 32 bits makes of an index, which kernels count in 32 bits."""
+    def cast(self, x: Tensor, is_index: bool = False) -> Tensor:
+        """Return what a cast of an index to 32 bits, which kernels count in, or to the type of an index, makes."""
         return x
 
     def varies(self, x: Any) -> bool:
@@ -150,6 +150,8 @@ class _Questions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in _CASTS and out is args[0] and self._trace.is_wider_in_python(out):
             return self._trace.cast(out)
+        if func is _TENSOR.type_as and self._trace.is_wider_in_python(args[1]):
+            return self._trace.cast(out, is_index=True)
         asks = func in _QUESTIONS or (func in _CASTS and isinstance(out, str))
         if asks and any(isinstance(x, Tensor) and self._trace.is_wider_in_python(x) for x in args):
             self._trace.errors[DTYPE] = None

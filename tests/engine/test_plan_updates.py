@@ -183,7 +183,7 @@ def of_groups() -> str:
     def of_groups(
         b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, groups: Annotated[Tensor, "int[S]"], table: Any = None
     ) -> Tensor:
-        return table[groups[q]] == table[groups[kv]]
+        return table[groups[q].clamp(min=0)] == table[groups[kv].clamp(min=0)]
 
     return "of_groups"
 

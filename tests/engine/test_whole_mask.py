@@ -6,7 +6,6 @@ imported, so `test_by_the_interpreter` runs this file in a process of its own.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -308,7 +307,7 @@ def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch)
 # --- biases that learn ---
 
 
-def _table(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
+def _table(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor) -> Tensor:
     return score + table[h, kv - q + 96]
 
 
@@ -321,7 +320,7 @@ _BIASES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "of pairs": ((2, 4, 96, 70), lambda bias: flexmasks.scores.pair_bias(bias=bias, group=2)),
     "of keys": ((1, 1, 1, 70), lambda bias: bias),
     "of keys and groups": ((2, 4, 1, 70), lambda bias: flexmasks.scores.pair_bias(bias=bias, group=2)),
-    "table": ((4, 200), lambda table: functools.partial(_table, table=table)),
+    "table": ((4, 200), lambda table: flexmasks.get_score(_table, table=table)),
     "rows": ((4, 4, 96, 7), lambda rows: lambda s, b, h, q, kv: s + rows[b, h, q, kv // 10]),
 }
 

@@ -139,10 +139,6 @@ def test_a_copy_reads_a_namespace() -> None:
     assert again.key == structure.key
 
 
-def test_torch_compile_can_read_what_methods_read() -> None:
-    assert all(isinstance(made.definition.captured, tuple) for made in Model("methods made once").made)
-
-
 def test_what_code_does_with_an_object() -> None:
     holder: Any = types.SimpleNamespace()
     reads: list[tuple[Callable[..., Any], Any]] = [

@@ -323,6 +323,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
         "is_cuda": True,
         "is_traced": False,
         "pages": None,
+        "numbers_of": lambda part: None,
         "mask": SimpleNamespace(window=Window(None, 0, 0, (0, 200), None)),
     }
     return SimpleNamespace(q=q, k=q, v=q, **call)
