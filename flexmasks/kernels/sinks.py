@@ -6,7 +6,8 @@ and lse -inf, and gets the sink as its lse. A head with a sink of -inf has none.
 
 Triton kernels compute it on a GPU in float16, bfloat16 and float32, one for each pass; their gradients go through the
 formula in plain torch where they are differentiated in turn. Plain torch computes the rest, and all that torch.compile
-traces, which makes one kernel of it by itself.
+traces, which makes one kernel of it by itself. In place of these kernels the formula under torch.compile takes as long
+within calls of 4,096 tokens and more (0.99 to 1.05), but a decoding step then takes 1.6 times as long (H200).
 """
 
 from __future__ import annotations
