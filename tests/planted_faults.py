@@ -475,14 +475,14 @@ FAULTS: list[Fault] = [
     Fault("kernels/whole_mask_kernel.py", "        acc += d_scores\n", "        acc = d_scores\n", _WHOLE_MASK),
     Fault(
         "spec/code.py",
-        "if name in function.__globals__ and not is_constant:",
-        "if False:",
+        "if name in variables and not _is_fixed(variables[name])",
+        "if False",
         ("tests/calls/test_inside_compile.py::test_variables_of_a_module_may_change",),
     ),
     Fault(
         "spec/code.py",
-        "if is_made_anew and (",
-        "if False and (",
+        "if defaults and (is_made_anew or",
+        "if defaults and (",
         ("tests/calls/test_inside_compile.py::test_captured_numbers_may_change",),
     ),
     Fault(
