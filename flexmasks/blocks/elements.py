@@ -52,7 +52,7 @@ class _IndexingByNumbers(TorchFunctionMode):
         if compat.is_compiling() and func in _ARITHMETIC:
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
                 args = tuple([float(x) if type(x) is int else x for x in args])
-        elif func in _CLAMPS:
+        elif func in _CLAMPS and args:
             dtypes = {x.dtype for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
             args = (args[0].to(functools.reduce(torch.promote_types, dtypes)), *args[1:])
         elif func is torch.Tensor.__getitem__:
