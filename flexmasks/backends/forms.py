@@ -88,7 +88,7 @@ def why_bits(call: Call) -> str:
         return ""
     reasons = outside(call, is_score=False)
     shows_all = reasons == (CONSTANT,) and call.mask.window is not None  # it has no partial blocks
-    return "" if shows_all else next((reason for reason in reasons if not reason.startswith(FLASH)), "")
+    return "" if shows_all else _first_of_inductor(reasons)
 
 
 def why_not_flash(call: Call) -> str | None:
@@ -105,6 +105,11 @@ def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
     if mask.is_by_library or mask.opaque:
         return ""
     reasons = outside_table(mask.mod(), q.device, [compat.size_hint(n) for n in (*q.shape[:3], k.shape[2])])
+    return _first_of_inductor(reasons)
+
+
+def _first_of_inductor(reasons: tuple[str, ...]) -> str:
+    """Return the first reason that holds for Inductor, or ""."""
     return next((reason for reason in reasons if not reason.startswith(FLASH)), "")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
-from flexmasks.blocks.bits import BITS, words_of_pairs
+from flexmasks.blocks.bits import BITS, visible_in_words, words_of_pairs
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
@@ -160,8 +160,7 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
 
     words = _in_another_thread(compute, q.device)
     table = torch.arange(math.prod(shape[:4]), dtype=torch.int32, device=q.device).view(*shape[:4])
-    of_blocks = words.flatten(4)
-    return words.view(-1, height, in_words), table, (of_blocks != 0).any(-1), (of_blocks == -1).all(-1)
+    return words.view(-1, height, in_words), table, *visible_in_words(words)
 
 
 def backward(

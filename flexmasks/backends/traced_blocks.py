@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
-from flexmasks.blocks.bits import can_be_bits, words_of_pairs
+from flexmasks.blocks.bits import can_be_bits, visible_in_words, words_of_pairs
 from flexmasks.blocks.build import lists_of_blocks, materialize
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import made_of
@@ -114,8 +114,7 @@ def bits_of_function(
     batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
     with torch.no_grad():
         words = words_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
-        of_blocks = words.flatten(4)
-        lists = lists_of_blocks((of_blocks != 0).any(-1), (of_blocks == -1).all(-1))
+        lists = lists_of_blocks(*visible_in_words(words))
         table = torch.arange(math.prod(words.shape[:4]), dtype=torch.int32, device=size.device).view(words.shape[:4])
     made = words.flatten(0, 3), table, *lists
     # torch's kernel for CPUs fails if the graph computes what it reads otherwise.

@@ -85,9 +85,9 @@ def words_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> Tensor:
 
 
 def visible_in_words(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether all pairs of each block are visible."""
-    flat = words.flatten(1)
-    return (flat != 0).any(1), (flat == -1).all(1)
+    """Whether any, and whether all pairs of each block [..., queries, keys / 32] are visible."""
+    flat = words.flatten(-2)
+    return (flat != 0).any(-1), (flat == -1).all(-1)
 
 
 def inside_the_edge(words: Tensor, row: Tensor, column: Tensor, rows: Axis, columns: Axis) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
@@ -16,7 +15,7 @@ from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_wor
 from flexmasks.blocks.decide import Axis, Decided, decide, decide_within, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.blocks.limits import Work
-from flexmasks.blocks.lists import flat_nonzero, grid, index_lists, made_of
+from flexmasks.blocks.lists import flat_nonzero, index_lists, made_of
 from flexmasks.blocks.undecided import look_at
 from flexmasks.kernels.direct import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
@@ -146,16 +145,6 @@ def bounds(
     if kv_len % block_size[1]:
         full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
     return Layout(q_len, kv_len, block_size, lists_of_blocks(possible, full), None, decided.not_understood)
-
-
-def lists_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The index tensors of the blocks of a mask bool [B, H, Q, KV], by operations that compilers can see through."""
-    lengths = visible.shape[2], visible.shape[3]
-    rows, columns = grid(lengths, block_size)
-    height, width = block_size
-    padded = F.pad(visible, (0, columns * width - lengths[1], 0, rows * height - lengths[0]))
-    blocks = padded.view(*visible.shape[:2], rows, height, columns, width)
-    return lists_of_blocks(blocks.any(5).any(3), blocks.all(5).all(3))
 
 
 def lists_of_blocks(possible: Tensor, full: Tensor) -> tuple[Tensor, ...]:

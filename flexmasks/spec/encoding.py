@@ -173,19 +173,16 @@ def _named(*functions: Any) -> str:
     reads = next((f"{_READS} {found}" for f in functions if f is not None and (found := read_by(f))), None)
     if reads is not None:
         return reads
-    contents = [f and (marshal.dumps(f.__code__), *_defaults(f), *_names_of_modules(f)) for f in functions]
-    name = hashlib.sha256(repr(contents).encode()).hexdigest()
+    name = hashlib.sha256(repr([f and _content(f) for f in functions]).encode()).hexdigest()
     _FUNCTIONS.put(name, (), functions, FACT)
     return name
 
 
-def _defaults(function: types.FunctionType) -> tuple[Any, Any]:
-    return function.__defaults__, function.__kwdefaults__
-
-
-def _names_of_modules(function: types.FunctionType) -> list[Any]:
+def _content(function: types.FunctionType) -> tuple[Any, ...]:
+    """Return what decides what a function does: code, defaults, and the modules that it reads, see `read_by`."""
     names, _ = global_names(function.__code__)
-    return [getattr(function.__globals__.get(name), "__name__", None) for name in names]
+    modules = [getattr(function.__globals__.get(name), "__name__", None) for name in names]
+    return marshal.dumps(function.__code__), function.__defaults__, function.__kwdefaults__, modules
 
 
 def decode(kind: str, encoded: Any) -> Modifier:
