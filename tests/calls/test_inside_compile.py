@@ -1049,21 +1049,23 @@ def test_kernels_for_the_gpu(call: dict[str, Any], length: int) -> None:
         assert float((x - y).norm()) <= 0.02 * float(y.norm())
 
 
+def _same_bytes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, small: Tensor) -> Tensor:
+    return (q >= kv) & (small[b, q] + 120 == small[b, kv] + 120)  # the compiler would compute it in 32 bits
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("as_bits", [False, True])
 def test_cuda_graphs_of_torch_compile(as_bits: bool, needs_grad: bool) -> None:
     """Each replay of a graph of mode="reduce-overhead" plans with the documents of its step."""
     q, k, v = torch.randn(3, 2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(needs_grad).unbind()
-
     small = torch.zeros(2, 1024, dtype=torch.int8, device="cuda")
 
-    def in_bytes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (small[b, q] + 120 == small[b, kv] + 120)  # the compiler would compute it in 32 bits
-
     def call(ids: Tensor) -> Tensor:
+        if as_bits:
+            return flexmasks.attention(q, k, v, mask=_same_bytes, small=small)
         mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
-        return flexmasks.attention(q, k, v, mask=in_bytes if as_bits else mask)
+        return flexmasks.attention(q, k, v, mask=mask)
 
     compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
     for _ in range(6):

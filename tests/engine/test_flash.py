@@ -320,6 +320,7 @@ def test_blocks_without_a_function_go_as_data() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*wrong_masks(), *wrong_scores()])
 def test_such_calls_are_right_on_a_gpu(name: str) -> None:
+    """Masks that Inductor may get wrong too go as data; calls that FLASH alone gets wrong run on flex."""
     q, k, v = (torch.randn(2, 2, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def call(device: str) -> dict[str, Any]:
@@ -330,13 +331,20 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
+    assert error(flexmasks.attention(*few, backend="flex", **call("cuda")), want) < 1.6e-2
     assert flexmasks.explain(q, k, v, **call("cuda")).backend in ("flex", "flex_flash")
-    skip_unless_flash_takes((q, k, v), mask="causal")
-    reason = flexmasks.explain(*few, **call("cuda")).others.get("flex_flash", "")
-    if "its compiler" not in reason:
-        out = flexmasks.attention(*few, backend="flex_flash", **call("cuda"))
+    skip_unless_flash_takes(few, mask="causal")
+    made = plan_call(*few, Request(**call("cuda"))).call
+    reason = forms.why_not_flash(made)
+    if reason is None:
+        assert forms.why_bits(made)
         assert flexmasks.explain(*few, backend="flex_flash", **call("cuda")).mask.startswith("data: ")
-        assert error(out, want) < 1.6e-2
+        assert error(flexmasks.attention(*few, backend="flex_flash", **call("cuda")), want) < 1.6e-2
+    else:
+        explained = flexmasks.explain(q, k, v, **call("cuda"))
+        assert (explained.backend, explained.others["flex_flash"]) == ("flex", reason)
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            flexmasks.attention(*few, backend="flex_flash", **call("cuda"))
 
 
 @pytest.mark.gpu
