@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
-from flexmasks.backends.exact import CONSTANT, FLASH, outside_table
+from flexmasks.backends.exact import CONSTANT, OF_FLASH_ALONE, outside_table
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import tensors_of
 
@@ -252,7 +252,7 @@ def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) 
     sizes = case.batch, case.heads, case.q_len, case.kv_len
     reasons = outside_table(mod, torch.device("cpu"), sizes, scored)
     # Inductor compiles the library's masks as they are.
-    wrong = next((reason for reason in reasons if scored or reason.startswith(FLASH)), None)
+    wrong = next((reason for reason in reasons if scored or reason in OF_FLASH_ALONE), None)
     # If a tensor says where queries start, tracing must assume that the start may be negative.
     certain = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
     refused = [str(wrong)] if certain and wrong not in (None, CONSTANT) else []

@@ -38,9 +38,13 @@ NEGATIVE = "kernels read wrong memory at a negative index, and an index may be n
 OVERFLOW = "a whole number may not fit the type that kernels compute it in"
 WHOLE = "it takes rows of captured tensors, or changes them as a whole"
 SIGN = "FLASH gives remainders of negative numbers the wrong sign"
-FLASH = "FLASH"  # begins a reason that holds for its compiler alone
+_BOOLEANS = "FLASH makes booleans of torch.where between two numbers"
+_LOWEST_BIT = "FLASH reads only the lowest bit of a number used as a truth value"
+_CONSTANT_INDEX = "FLASH takes no constant index"
 # What ends the process or reads other memory, in a score change too.
 KILLERS = (WHOLE, NEGATIVE, OVERFLOW)
+# Reasons against a mask that hold for FLASH's compiler alone. Against a score change, all but KILLERS do.
+OF_FLASH_ALONE = {SIGN, _BOOLEANS, _LOWEST_BIT, _CONSTANT_INDEX}
 OF_SIZES = {NEGATIVE, OVERFLOW, SIGN}  # reasons that smaller sizes of a call may not have
 
 # The table, by kinds of operands.
@@ -148,12 +152,12 @@ class _Table(Trace):
         elif any(x.ndim for x in (*tensors, out)):
             self.note(WHOLE)
         if name == "where" and out.dtype != torch.bool and not any(map(self.varies, args[1:])):
-            self.note("FLASH makes booleans of torch.where between two numbers")
+            self.note(_BOOLEANS)
         if name == "remainder" and not self._has_one_sign(out, *args[:2]):
             self._wrong_signs.add(id(out))
         of_truth = name.startswith("logical") or (name in KEEP_VALUES and out.dtype == torch.bool)
         if of_truth and any(x.dtype != torch.bool for x in tensors):
-            self.note("FLASH reads only the lowest bit of a number used as a truth value")
+            self.note(_LOWEST_BIT)
         self._captured[id(out)] = self._captured_dtypes(name, out, tensors)
         if any(id(x) in self._of_pairs for x in (args[1] if name == "index" else tensors)):
             self._of_pairs.add(id(out))
@@ -206,7 +210,7 @@ class _Table(Trace):
         elif any(self.bounds_or_any(i)[0] < 0 for i in indices):
             self.note(NEGATIVE)
         elif not all(map(self.varies, indices)):
-            self.note("FLASH takes no constant index")
+            self.note(_CONSTANT_INDEX)
         self._check_signs(*indices)
         if self.is_score and self._reads_vectors:
             self.note("FLASH reads some tensors wrongly on GPUs of this kind")

@@ -16,9 +16,9 @@ from flexmasks import compat
 from flexmasks.backends.call import Call
 from flexmasks.backends.exact import (
     CONSTANT,
-    FLASH,
     KILLERS,
     NEGATIVE,
+    OF_FLASH_ALONE,
     OF_SIZES,
     OVERFLOW,
     WHOLE,
@@ -97,7 +97,7 @@ def why_not_flash(call: Call) -> str | None:
         return "it may miscompile the function, which reads variables that may change"
     of_score = outside(call, is_score=True) if call.score is not None else ()
     of_mask = () if not call.is_traced and why_bits(call) else outside(call, is_score=False)
-    return next(iter(of_score), None) or next((r for r in of_mask if r.startswith(FLASH)), None)
+    return next(iter(of_score), None) or next((r for r in of_mask if r in OF_FLASH_ALONE), None)
 
 
 def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
@@ -110,7 +110,7 @@ def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
 
 def _first_of_inductor(reasons: tuple[str, ...]) -> str:
     """Return the first reason that holds for Inductor, or ""."""
-    return next((reason for reason in reasons if not reason.startswith(FLASH)), "")
+    return next((reason for reason in reasons if reason not in OF_FLASH_ALONE), "")
 
 
 def outside(call: Call, is_score: bool) -> tuple[str, ...]:
