@@ -170,7 +170,7 @@ class _Table(Trace):
         else:
             self._check_dtypes(name, out, args, tensors, numbers)
         if not out.is_floating_point() and out.dtype != torch.bool:
-            self._check_whole_numbers(name, out, args, kwargs)
+            self._check_whole_numbers(name, out, args)
         if name in COMPARISONS:
             self._comparisons[id(out)] = (name, *args[:2])
         if not kwargs and all(isinstance(x, Tensor | int | float) for x in args):
@@ -249,9 +249,9 @@ class _Table(Trace):
             names = ", ".join(sorted(str(x).removeprefix("torch.") for x in dtypes))
             self.note(f"kernels are not known to compute `{name}` of {names} as Python does")
 
-    def _check_whole_numbers(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
+    def _check_whole_numbers(self, name: str, out: Tensor, args: Any) -> None:
         """Note an error of an operation whose result is a whole number."""
-        if name not in ("index", *MAKE_CONSTANTS) and not _fits(self.bounds_of(name, out, args, kwargs), out.dtype):
+        if name not in ("index", *MAKE_CONSTANTS) and not _fits(self._bounds[id(out)], out.dtype):
             self.note(OVERFLOW)
         if name == "abs" and self.bounds_or_any(args[0]) == _IN_LARGE_TENSORS:  # may hold -2**63, unlike differences
             self.note(OVERFLOW)

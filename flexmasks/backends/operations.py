@@ -58,7 +58,7 @@ class Trace(compat.TorchDispatchMode):
         raise NotImplementedError
 
     def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
-        """Note errors of an operation on the list."""
+        """Note errors of an operation on the list, whose result and its bounds are known already."""
         raise NotImplementedError
 
     def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
@@ -117,8 +117,8 @@ class Trace(compat.TorchDispatchMode):
             is_zero = name == "mul" and any(type(x) is int and x == 0 for x in args)
             if name in MAKE_CONSTANTS or is_zero or (name != "index" and not any(map(self.varies, tensors))):
                 self._constants.add(id(out))
-            self.find_errors(name, out, args, kwargs)
             self.learn(out, self.bounds_of(name, out, args, kwargs))
+            self.find_errors(name, out, args, kwargs)
         return out
 
 
