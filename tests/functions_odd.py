@@ -647,7 +647,7 @@ class _Rule:
         return self.table[q] * self.scale > self._limited(kv)
 
     def _limited(self, kv: Tensor) -> Tensor:
-        return self.table[kv].clamp(max=self.limit)
+        return self.table[kv].float().clamp(max=self.limit)
 
     @classmethod
     def of_class(cls, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

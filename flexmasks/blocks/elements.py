@@ -40,7 +40,7 @@ _CLAMPS = (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, torch.clamp_min, 
 class _IndexingByNumbers(TorchFunctionMode):
     """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow.
 
-    And under vmap the limits of a clamp widen nothing, as they do outside.
+    And under vmap a clamp has the type that it has outside.
     """
 
     operations = 0  # of the function
@@ -52,9 +52,12 @@ class _IndexingByNumbers(TorchFunctionMode):
         if compat.is_compiling() and func in _ARITHMETIC:
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
                 args = tuple([float(x) if type(x) is int else x for x in args])
-        elif func in _CLAMPS and args:
-            dtypes = {x.dtype for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
-            args = (args[0].to(functools.reduce(torch.promote_types, dtypes)), *args[1:])
+        elif func in _CLAMPS:
+            tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+            if len({x.dtype for x in tensors}) > 1:  # torch.result_type fails inside torch.compile
+                dtype = functools.reduce(torch.maximum, tensors).dtype
+                args = tuple([x.to(dtype) if isinstance(x, Tensor) else x for x in args])
+                kwargs = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in (kwargs or {}).items()}
         elif func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)

@@ -568,6 +568,10 @@ DELICATE: dict[str, Callable[..., Any]] = {
     "any of bytes": lambda b, h, q, kv: (BYTES.to(torch.uint8)[q][None].any(0) + 1).bool() & (q > kv),
     "truth of a number that becomes 0": lambda b, h, q, kv: torch.logical_and(TINY * 1e-5 * (q + 1), HALF[kv]),
     "clamp by a double": lambda b, h, q, kv: q.clamp(min=DOUBLE) > kv,
+    "clamp of a row by a double": lambda b, h, q, kv: (HALVES[q].clamp(min=FRACTION).sum() > 2 * FRACTION) & (q >= kv),
+    "clamp of rows, named": lambda b, h, q, kv: (
+        torch.clamp(input=HALVES[q], min=FRACTION, max=FRACTION).sum() > 2 * FRACTION * (kv >= 9)
+    ),
     "where of a truth value": lambda b, h, q, kv: (q >= kv).where(kv > 3, q == 0),
     "where of a captured truth value": lambda b, h, q, kv: (HALF > 1)[q].where(kv > 3, q == 0),
     "limits of a mixed dtype": lambda b, h, q, kv: _least_of(HALF[q] * HALF.float()[kv], q >= kv),
@@ -586,6 +590,8 @@ HUGE = torch.tensor([[2**52, 1, -(2**52)], [2**52, 3, 5], [-(2**52), -1, 2**52],
 TINY = torch.tensor(1e-39)
 HALF = torch.arange(300).half() / 150
 DOUBLE = torch.tensor(100.5, dtype=torch.float64)
+HALVES = HALF[:, None].expand(300, 2)
+FRACTION = torch.tensor(0.7, dtype=torch.float64)  # more in half precision
 
 
 def _least_of(x: Tensor, where: Tensor) -> Tensor:
