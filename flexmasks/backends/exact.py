@@ -227,7 +227,11 @@ class _Table(Trace):
 
     def _check_dtypes(self, name: str, out: Tensor, args: Any, tensors: Sequence[Tensor], numbers: Any) -> None:
         """Note an operation of a mask that is not in the table for the dtypes of its operands."""
-        if name == "index" or name in MAKE_CONSTANTS:
+        if name == "index":
+            return
+        if name in MAKE_CONSTANTS:
+            if not all(_holds(x, out.dtype) for x in numbers):
+                self.note(f"it makes a number that {str(out.dtype).removeprefix('torch.')} does not hold")
             return
         operands = tensors[1:] if name == "where" and tensors and tensors[0].dtype == torch.bool else tensors
         dtypes = {x.dtype for x in operands}
@@ -413,7 +417,9 @@ def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
 
 
 def _holds(number: float, dtype: torch.dtype) -> bool:
-    """Return whether comparing with a number is the same in a dtype's precision."""
+    """Return whether a number is the same in a dtype's precision; float32 is that of numbers."""
+    if dtype == torch.bool:
+        return False
     if not dtype.is_floating_point:
         return isinstance(number, int) and _fits((number, number), dtype)
     return dtype == torch.float32 or float(torch.tensor(number, dtype=dtype, device="cpu")) == float(number)
