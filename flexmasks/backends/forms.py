@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import Call
+from flexmasks.backends.call import Call, exports_any_length
 from flexmasks.backends.exact import (
     CONSTANT,
     KILLERS,
@@ -35,6 +35,9 @@ _HOW_NOT = {
     NEGATIVE: "clamp the index, or let an enclosing function hold the tensor",
     OVERFLOW: "write it with whole numbers that fit 32 bits",
 }
+# A length that a graph leaves open counts as the first of these at which a function passes, and at least as the next
+# power of 2. Positions have 32 bits.
+_OPEN_LENGTHS = 1 << 30, 1 << 24, 0
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _DEAR = "reading it takes less time than the divisions of its function"
 _FAILED = "torch's compiler fails for its function"
@@ -104,8 +107,15 @@ def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
     """Return what `why_bits` does of a TracedMask, whose bits are computed at each run of a graph."""
     if mask.is_by_library or mask.opaque:
         return ""
-    reasons = outside_table(mask.mod(), q.device, [compat.size_hint(n) for n in (*q.shape[:3], k.shape[2])])
-    return _first_of_inductor(reasons)
+    lengths, reason = (*q.shape[:3], k.shape[2]), ""
+    for most in _OPEN_LENGTHS:
+        sizes = [n if isinstance(n, int) else max(most, next_power_of_2(compat.size_hint(n))) for n in lengths]
+        reason = _first_of_inductor(outside_table(mask.mod(), q.device, sizes))
+        if reason not in OF_SIZES or exports_any_length(q, k):
+            break
+    if not reason and most != _OPEN_LENGTHS[0]:
+        all(n <= limit for n, limit in zip(lengths, sizes, strict=True))  # guards: longer calls make another graph
+    return reason
 
 
 def _first_of_inductor(reasons: tuple[str, ...]) -> str:

@@ -276,7 +276,8 @@ class Plan:
             return None
         # One element for each batch element: some kernels take no 0-dimensional tensors.
         filled = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
-        return bounded(filled, self.offset, 1 << (self.offset - 1).bit_length())
+        most = 1 << (self.offset - 1).bit_length()
+        return bounded(filled, most // 2 + 1, most)  # functions are looked at once for all of these, see backends.forms
 
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""

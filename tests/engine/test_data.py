@@ -221,6 +221,8 @@ def failing() -> dict[str, Function]:
         "bytes": lambda b, h, q, kv: i8[q] + i8[kv] > 0,
         "half": lambda b, h, q, kv: half[q] * 60000 * 2 == half[kv],
         "half and a number": lambda b, h, q, kv: half[q] > 0.1,
+        "half and a constant": lambda b, h, q, kv: half[q] >= torch.full_like(half[kv], 0.1),
+        "a constant of truth": lambda b, h, q, kv: (q > kv) & torch.full((), 2, dtype=torch.bool),
         "bfloat16": lambda b, h, q, kv: bf[q] + 256 > 256,
         "infinite": lambda b, h, q, kv: infinite[q] * 0 == 0,
         "equal floats": lambda b, h, q, kv: real[q] == real[kv],
@@ -522,6 +524,14 @@ def test_functions_are_looked_at_again_for_later_positions(monkeypatch: pytest.M
     assert OVERFLOW in reasons[1]
 
 
+def test_functions_are_looked_at_for_all_positions_of_a_kind() -> None:
+    q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 64, 32)
+    ids = torch.arange(64) % 7
+    mask = lambda b, h, q, kv: ids[q - 8] >= ids[kv]  # noqa: E731
+    made = [flexmasks.explain(q, k, k, mask=mask, q_offset=offset, backend="flex") for offset in (8, 5)]
+    assert NEGATIVE in made[1].mask
+
+
 def test_masks_of_many_divisions_are_read() -> None:
     def read(mask: str, **params: Any) -> bool:
         return flexmasks.explain(*qkv(), mask=mask, **params).mask.startswith("data: reading it takes less time")
@@ -693,6 +703,21 @@ def test_functions_inside_torch_compile(backend: str, monkeypatch: pytest.Monkey
         blocks = flexmasks.block_mask(_chained, LENGTH, block_size=block_size, table=_TABLE)
         with pytest.raises(Exception, match="as_data=True"):
             compiled_attention(*qkv(), block_mask=blocks)
+
+
+def test_lengths_that_a_graph_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products fit 32 bits at the first lengths, and not at the last one."""
+    reasons: list[str] = []
+    look = forms.why_bits_in_trace
+    monkeypatch.setattr(forms, "why_bits_in_trace", lambda *args: reasons.append(look(*args)) or reasons[-1])
+    mask = lambda b, h, q, kv: q * 2**22 >= kv * 2**22  # noqa: E731
+    compiled = torch.compile(
+        lambda q, k, v: flexmasks.attention(q, k, v, mask=mask), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for length, reason in ((300, ""), (600, OVERFLOW)):
+        q, k, v = torch.randn(3, 1, 1, length, 16)
+        assert error(compiled(q, k, v), scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-5
+        assert reasons[-1] == reason
 
 
 _BYTES, _HALVES = torch.arange(-100, 100).to(torch.int8), (torch.arange(-100, 100) * 0.1).half()
