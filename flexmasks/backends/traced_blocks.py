@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import logging
 import math
 import types
@@ -30,6 +29,7 @@ from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfMask, PortableBlockMask
 from flexmasks.plans.sizes import Offset, shifted_mask
 from flexmasks.plans.traced import UNKNOWN, size_of, without_traced
+from flexmasks.spec.code import plain_function
 from flexmasks.spec.encoding import Unreadable, decode, encode
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -202,13 +202,7 @@ def check_numbers(mask_mod: Callable[..., Tensor], device: torch.device) -> None
 def reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
     reads_b = reads_h = False
     for inner in mask.inside():
-        function, bound = inner.definition.function, 0
-        if isinstance(function, functools.partial):
-            function = function.func
-        if isinstance(function, types.MethodType):
-            function, bound = function.__func__, 1
-        elif not isinstance(function, types.FunctionType):
-            function, bound = type(function).__call__, 1
+        function, bound = plain_function(inner.definition.function)
         found = _indices_read(function.__code__, bound) if isinstance(function, types.FunctionType) else (True, True)
         reads_b, reads_h = reads_b or found[0], reads_h or found[1]
     return reads_b, reads_h

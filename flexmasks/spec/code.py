@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
@@ -127,6 +128,59 @@ def has_plain_attribute(value: Any, name: str) -> bool:
         return True
     is_module = isinstance(value, Module) and getattr(kind, "__getattr__", None) is _READ_OF_MODULES
     return of_class is None and is_module and any(name in own[n] for n in ("_parameters", "_buffers", "_modules"))
+
+
+def plain_function(function: Any) -> tuple[Any, int]:
+    """Return the function whose code a callable runs, and how many of its first arguments are bound."""
+    bound = 0
+    if isinstance(function, partial):
+        bound, function = len(function.args), function.func
+    if isinstance(function, types.MethodType):
+        return function.__func__, bound + 1
+    return (function, bound) if isinstance(function, types.FunctionType) else (type(function).__call__, bound + 1)
+
+
+class TakenInGraph(NamedTuple):
+    """What a callable takes, as far as torch.compile can read it: it traces no `inspect.signature` of many callables.
+
+    The values of defaults are left out: where a parameter is not given, the function itself has its default.
+    """
+
+    function: types.FunctionType  # the plain function
+    positional: tuple[str, ...]  # names
+    least: int  # how many arguments by position it needs
+    takes_any: bool  # it takes any number of them
+    named: tuple[tuple[str, bool], ...]  # parameters after `*`, and whether each is required
+    may_have_defaults: bool  # those after `*`
+    is_annotated: bool  # annotations of parameters after `*` can be read
+
+
+def taken_in_graph(function: Any) -> TakenInGraph | None:
+    """Return what a callable takes, or None of one without Python code. torch traces this function."""
+    plain, bound = plain_function(function)
+    if not isinstance(plain, types.FunctionType):
+        return None
+    while hasattr(plain, "__wrapped__"):  # as inspect.signature does
+        plain = plain.__wrapped__
+    code = plain.__code__
+    most = code.co_argcount
+    positional, names = code.co_varnames[bound:most], code.co_varnames[most : most + code.co_kwonlyargcount]
+    # torch fails to read defaults of a function that the graph makes: all, or in 2.11 those after `*`. Keywords of a
+    # partial may give arguments by position.
+    is_partial, is_nested = isinstance(function, partial), bool(code.co_flags & inspect.CO_NESTED)
+    least = 0 if is_partial or is_nested else len(positional) - len(plain.__defaults__ or ())
+    defaults: Mapping[str, Any] | None = {}
+    if names:
+        try:
+            if plain.__kwdefaults__ is not None:
+                defaults = None if is_nested else plain.__kwdefaults__
+        except AttributeError:
+            defaults = None
+    given = function.keywords if is_partial else {}
+    named = tuple([(n, defaults is not None and n not in defaults and n not in given) for n in names])
+    is_annotated = defaults is not None and any(n in plain.__annotations__ for n in names)
+    takes_any = bool(code.co_flags & inspect.CO_VARARGS)
+    return TakenInGraph(plain, positional, least, takes_any, named, defaults is None or bool(defaults), is_annotated)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

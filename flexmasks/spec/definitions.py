@@ -19,8 +19,18 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.errors import refused_to_pickle, why_not_pickled
+from flexmasks.spec.code import taken_in_graph
 from flexmasks.spec.elsewhere import ADVICE, NAMES
-from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_dense, parameters_of, shortened
+from flexmasks.spec.parameters import (
+    Parameter,
+    Size,
+    in_message,
+    is_array,
+    is_dense,
+    parameters_in_graph,
+    parameters_of,
+    shortened,
+)
 from flexmasks.spec.structure import is_empty
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
@@ -137,11 +147,11 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
-    if compat.is_compiling() and isinstance(function, types.FunctionType):
-        code = function.__code__
-        if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
-            return Definition(kind, name, function, {}, **hooks)
-    if compat.is_compiling() and isinstance(function, functools.partial):
+    if torch.compiler.is_dynamo_compiling() and (taken := taken_in_graph(function)) is not None:
+        if taken.least > len(arguments) or (len(taken.positional) < len(arguments) and not taken.takes_any):
+            raise _unfit(kind, name, arguments, f"({', '.join(taken.positional)})")
+        return Definition(kind, name, function, parameters_in_graph(taken), **hooks)
+    if torch.compiler.is_dynamo_compiling() and isinstance(function, functools.partial):
         return Definition(kind, name, function, {}, **hooks)
     try:
         signature = inspect.signature(function).parameters.values()
@@ -151,11 +161,15 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     required = [p for p in positional if p.default is p.empty]
     takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in signature)
     if len(required) > len(arguments) or (len(positional) < len(arguments) and not takes_any_number):
-        raise TypeError(
-            f"flexmasks: the {kind} function {name!r} must take ({', '.join(arguments)}) by position, "
-            f"its signature is {inspect.signature(function)}; parameters come after `*`."
-        )
+        raise _unfit(kind, name, arguments, str(inspect.signature(function)))
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+def _unfit(kind: str, name: str, arguments: tuple[str, ...], signature: str) -> TypeError:
+    return TypeError(
+        f"flexmasks: the {kind} function {name!r} must take ({', '.join(arguments)}) by position, "
+        f"its signature is {signature}; parameters come after `*`."
+    )
 
 
 def check_names(definition: Definition, params: Mapping[str, Any]) -> None:

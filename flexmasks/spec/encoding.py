@@ -7,6 +7,7 @@ where a variable that changes would not be seen. Any other function only torch's
 from __future__ import annotations
 
 import hashlib
+import inspect
 import marshal
 import types
 from typing import Any, NoReturn
@@ -16,13 +17,14 @@ import torch
 from flexmasks import compat
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.graphs import Flat, text_of
-from flexmasks.spec.code import global_names, read_by
+from flexmasks.spec.code import global_names, read_by, taken_in_graph
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.numbers import MAX_SYMBOLS_COMPILED_IN, Seen, difference, seen_of
 from flexmasks.spec.parameters import Parameter, Size
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _READS = "reads"  # begins what stands in place of the name of functions that read other variables
+_INDICES = {"mask": 4, "score": 5}  # arguments by position
 _FUNCTIONS: Part[tuple[Any, ...]] = Part(KINDS, "functions_in_graphs")
 
 
@@ -161,6 +163,11 @@ def _name_of(definition: Definition) -> str:
             _fail(definition, f"is a {type(function).__name__}")
         if function is not None and function.__code__.co_freevars:
             _fail(definition, "captures variables")
+    if torch.compiler.is_dynamo_compiling() and definition.function.__code__.co_flags & inspect.CO_NESTED:
+        taken = taken_in_graph(definition.function)
+        if taken is None or taken.may_have_defaults or len(taken.positional) > _INDICES[definition.kind]:
+            # torch cannot take these as constants if they are tensors
+            _fail(definition, "is made inside, and its parameters may have defaults")
     name = f"{_named(*definition.functions)}"
     if name.startswith(_READS):
         _fail(definition, name)

@@ -28,7 +28,7 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.spec.code import TakenInGraph
 
 _SIZES = re.compile(r"\b[A-Z]+\b")  # torch traces no compilation of a pattern
 _BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
@@ -292,23 +293,34 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     if not signature:
         return {}
     specs = dict(_specs_of(function.func if isinstance(function, functools.partial) else function))
+    return _parameters([(p.name, p.default is p.empty, p.default) for p in signature], specs)
+
+
+def parameters_in_graph(taken: TakenInGraph) -> dict[str, Parameter]:
+    """Return the parameters of a function that torch.compile reads, without the values of defaults."""
+    specs = dict(_specs_of(taken.function)) if taken.is_annotated else {}
+    return _parameters([(name, required, None) for name, required in taken.named], specs)
+
+
+def _parameters(taken: Sequence[tuple[str, bool, Any]], specs: Mapping[str, str]) -> dict[str, Parameter]:
+    """taken: names, whether each is required, and defaults."""
     parameters: dict[str, Parameter] = {}
     sizes = set("BHQS") | {"KV"}  # names of sizes that bounds may use
-    for p in signature:
-        spec = specs.get(p.name, "")
-        parameters[p.name] = Parameter(
-            name=p.name,
+    for name, required, default in taken:
+        spec = specs.get(name, "")
+        parameters[name] = Parameter(
+            name=name,
             spec=spec,
-            required=p.default is p.empty,
-            default=None if p.default is p.empty else freeze(p.default),
+            required=required,
+            default=None if required else freeze(default),
             alternatives=tuple(_Alternative.parse(t) for t in spec.split("|")) if spec else (),
         )
-        sizes |= {d for a in parameters[p.name].alternatives for d in a.dims or ()}
-        bounds = [bound for a in parameters[p.name].alternatives for bound in (a.low, a.high)]
+        sizes |= {d for a in parameters[name].alternatives for d in a.dims or ()}
+        bounds = [bound for a in parameters[name].alternatives for bound in (a.low, a.high)]
         unknown = [bound for bound in bounds if bound[:1].isupper() and bound.partition("-")[0] not in sizes]
         if unknown:
             raise ValueError(
-                f"flexmasks: the specification {spec!r} of `{p.name}` is bounded by {unknown[0]!r}, which is no size; "
+                f"flexmasks: the specification {spec!r} of `{name}` is bounded by {unknown[0]!r}, which is no size; "
                 f"the sizes are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
             )
     return parameters

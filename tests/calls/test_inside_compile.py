@@ -528,6 +528,83 @@ def test_tensors_in_defaults_are_read() -> None:
     torch.testing.assert_close(compiled(), flexmasks.attention(q, q, q, mask="causal"))
 
 
+def _wide(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int) -> Tensor:
+    return (q - kv).abs() <= w + b
+
+
+def _behind(unused: None, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int) -> Tensor:
+    return _wide(b, h, q, kv, w=w)
+
+
+class _Wide:
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int) -> Tensor:
+        return _wide(b, h, q, kv, w=w)
+
+    def method(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int = 20) -> Tensor:
+        return _wide(b, h, q, kv, w=w)
+
+    @classmethod
+    def of_class(cls, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int) -> Tensor:
+        return _wide(b, h, q, kv, w=w)
+
+
+def _nested(more: int) -> Callable[..., Tensor]:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, w: int) -> Tensor:
+        return (q - kv).abs() <= w + more + b
+
+    return mask
+
+
+@functools.wraps(_wide)
+def _decorated(*args: Any, **kwargs: Any) -> Tensor:
+    return _wide(*args, **kwargs)
+
+
+_WITH_PARAMETERS: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "lambda": lambda: lambda b, h, q, kv, *, w: (q - kv).abs() <= w + b,
+    "lambda, default": lambda: lambda b, h, q, kv, *, w=20: (q - kv).abs() <= w + b,
+    "lambda, tensors in defaults": lambda: (
+        lambda b, h, q, kv, more=_POSITIONS, *, w=_POSITIONS[:1]: (q - kv).abs() <= w + more[b]
+    ),
+    "nested": lambda: _nested(0),
+    "partial": lambda: functools.partial(_wide),
+    "partial, given": lambda: functools.partial(_wide, w=20),
+    "partial of a lambda": lambda: functools.partial(lambda b, h, q, kv, *, w: (q - kv).abs() <= w + b, w=20),
+    "partial, an argument that is not read": lambda: functools.partial(_behind, None),
+    "object": _Wide,
+    "method": lambda: _Wide().method,
+    "method of a class": lambda: _Wide.of_class,
+    "decorated": lambda: _decorated,
+    "any arguments": lambda: lambda *indices, w: _wide(*indices, w=w),
+}
+
+
+@pytest.mark.parametrize("name", one_in(4, list(_WITH_PARAMETERS)))
+def test_functions_of_any_kind_take_parameters(name: str) -> None:
+    q, make = torch.randn(2, 1, 40, 16), _WITH_PARAMETERS[name]
+    made = make()
+
+    def call() -> tuple[Tensor, ...]:
+        return tuple([flexmasks.attention(q, q, q, mask=mask, w=3) for mask in (made, make())])
+
+    want = flexmasks.attention(q, q, q, mask=_wide, w=3)
+    for got in torch.compile(call, fullgraph=True, backend="eager")():
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: lambda b, h, q, kv, *, v: q - kv <= v, "no parameter is named `w`; mask '<lambda>' takes `v`"),
+        (lambda: lambda b, h, q, *, w: q <= w, r"must take \(b, h, q, kv\) by position, its signature is \(b, h, q\)"),
+    ],
+)
+def test_functions_made_inside_that_do_not_fit(make: Callable[[], Callable[..., Tensor]], words: str) -> None:
+    q = torch.randn(1, 1, 40, 16)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        torch.compile(lambda: flexmasks.attention(q, q, q, mask=make(), w=3), fullgraph=True, backend="eager")()
+
+
 def test_numbers_of_masks_beside_functions_that_only_torch_reads_may_change() -> None:
     table, q = torch.arange(50), torch.randn(1, 2, 40, 16)
 
