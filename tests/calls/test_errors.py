@@ -24,6 +24,7 @@ from torch import Tensor
 import flexmasks
 from flexmasks.blocks import build, limits
 from flexmasks.orders import in_tiles, inverse_order, morton_order, tile_order
+from flexmasks.spec.parameters import in_message
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(3, 2, 4, 64, 16).unbind(0)
@@ -595,6 +596,15 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "window a Mask": (blocks("sliding_window", window=CAUSAL), "got causal() (Mask)"),
     "window a float tensor": (blocks("sliding_window", window=torch.tensor(3.0)), "got float32[]"),
     "both_ends 1": (blocks("bigbird", length=64, block=8, both_ends=1), "`both_ends` must be bool, got 1 (int)"),
+    **{
+        f"{call.__name__} with heads second, {name} {in_message(wrong)}": (
+            lambda call=call, given={"q": Q, "k": K, "v": V, name: wrong}: call(**given, layout="bshd"),  # type: ignore[misc]
+            "tensors [B, S, H, D]; got q",
+        )
+        for call in (flexmasks.attention, flexmasks.explain)
+        for name in "qkv"
+        for wrong in (None, "a", torch.randn(3), Q.numpy()[0], [[1.0]])
+    },
     # the softmax
     "scores a list": (softmax([[1.0]]), "got list; use torch.as_tensor"),
     "q_offset of softmax": (softmax(mask="causal", q_offset=-3), "`q_offset` must be an int from 0"),
@@ -614,6 +624,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "prepare a number": (registered(name="wrong", prepare=3), "`prepare` must be a function, got 3"),
     "band a number": (registered(name="wrong", band=3), "`band` must be a function, got 3"),
+    "relative a word": (lambda: flexmasks.register_score(relative="no"), "`relative` must be True or False, got 'no'"),  # type: ignore[arg-type]
     # pictures and orders
     "columns 0": (lambda: flexmasks.show("causal", 8, columns=0), "`columns` must be an int above 0, got 0"),
     "columns a float": (lambda: flexmasks.show("causal", 8, columns=8.0), "got 8.0"),  # type: ignore[arg-type]
@@ -624,6 +635,19 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tile_order("8x8", (2, 2)),
         "`canvas` must be a tuple of ints, such as (48, 64)",
     ),  # type: ignore[arg-type]
+    **{
+        f"canvas {given}": (lambda order=order, given=given: order(*given), "flexmasks: `canvas`")  # type: ignore[misc]
+        for order, *given in (
+            (tile_order, (4, 4), (2,)),
+            (tile_order, (4, 0), (2, 2)),
+            (morton_order, ()),
+            (morton_order, (3, -1)),
+        )
+    },
+    "order a pixel twice": (
+        blocks_of("natten", q_len=16, height=4, width=4, kernel=3, order=[0] * 16),
+        "each pixel once",
+    ),
     "order a list": (lambda: inverse_order([1, 0]), "`order` must be a tensor of one dimension"),  # type: ignore[arg-type]
     "order a word": (
         lambda: flexmasks.attention(Q, Q, Q, mask="natten", height=8, width=8, kernel=3, order="auto"),
@@ -728,14 +752,6 @@ def test_wrong_return_max(wrong: Any) -> None:
     for call in (flexmasks.attention, flexmasks.explain):
         check_message(lambda call=call: call(Q, K, V, return_max=wrong), "`return_max` must be True or False, got")  # type: ignore[misc]
     assert flexmasks.explain(Q, K, V, return_max=True).backend == flexmasks.explain(Q, K, V).backend
-
-
-@pytest.mark.parametrize("wrong", [None, "a", torch.randn(3), Q.numpy()[0], [[1.0]]], ids=str)
-def test_wrong_tensors_with_heads_second(wrong: Any) -> None:
-    for call in (flexmasks.attention, flexmasks.explain):
-        for name in "qkv":
-            given = {"q": Q, "k": K, "v": V, name: wrong}
-            check_message(lambda call=call, given=given: call(**given, layout="bshd"), "tensors [B, S, H, D]; got q")  # type: ignore[misc]
 
 
 OF_VMAP: dict[str, tuple[Callable[[Any], Any], Any]] = {

@@ -118,24 +118,17 @@ def test_many_sequences_take_few_seconds() -> None:
         (([[2**64]],), TypeError, r"integers \[length\], got \[18446744073709551616\]"),
         ((None,), TypeError, "`sequences` must be a list of sequences of tokens, got None"),
         ((torch.tensor(3),), TypeError, r"`sequences` must be a list of sequences of tokens, got int64\[\]"),
+        (([[1]], [[1]]), TypeError, "by position"),
+        (([[1, 2, 3]], {"max_tokens": 2}), ValueError, "at least 3, the longest sequence, got 2"),
+        (([[1]], {"min_shared": 0}), ValueError, "`min_shared` must be an int of at least 1, got 0"),
+        (([[1]], {"prompts": [[1], [2]]}), ValueError, "one for each of the 1 sequences, got 2"),
+        (([[1]], {"prompts": 7}), TypeError, "`prompts` must be a list of sequences of tokens, got 7"),
     ],
 )
 def test_wrong_sequences(arguments: Any, error: type[Exception], message: str) -> None:
+    by_name = arguments[-1] if isinstance(arguments[-1], dict) else {}
     with pytest.raises(error, match=message):
-        trees.pack(*arguments)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="at least 3, the longest sequence, got 2"):
-        trees.pack([[1, 2, 3]], max_tokens=2)
-    with pytest.raises(ValueError, match="`min_shared` must be an int of at least 1, got 0"):
-        trees.pack([[1]], min_shared=0)
-    with pytest.raises(ValueError, match="one for each of the 1 sequences, got 2"):
-        trees.pack([[1]], prompts=[[1], [2]])
-    with pytest.raises(TypeError, match="by position"):
-        trees.pack([[1]], [[1]])  # type: ignore[misc]
-    with pytest.raises(TypeError, match="`prompts` must be a list of sequences of tokens, got 7"):
-        trees.pack([[1]], prompts=7)  # type: ignore[arg-type]
+        trees.pack(*(x for x in arguments if x is not by_name), **by_name)
 
 
 _NESTED = torch.nested.nested_tensor([torch.randn(3, 5)])

@@ -77,19 +77,6 @@ def test_tiles_touch_fewer_blocks() -> None:
         assert tiles.undecided == tiles.partial
 
 
-def test_bad_orders() -> None:
-    for call in (
-        lambda: tile_order((4, 4), (2,)),
-        lambda: tile_order((4, 0), (2, 2)),
-        lambda: morton_order(()),
-        lambda: morton_order((3, -1)),
-    ):
-        with pytest.raises(ValueError, match="flexmasks: `canvas`"):
-            call()
-    with pytest.raises(ValueError, match="each pixel once"):
-        flexmasks.block_mask("natten", 16, height=4, width=4, kernel=3, order=torch.zeros(16, dtype=torch.long))
-
-
 # --- calls in tiles ---
 
 IMAGE: dict[str, Any] = {"mask": "natten", "height": 12, "width": 16, "kernel": 5}

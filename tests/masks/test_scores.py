@@ -636,11 +636,6 @@ def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypat
     assert not reads
 
 
-def test_whether_a_score_is_relative_is_true_or_false() -> None:
-    with pytest.raises(TypeError, match="`relative` must be True or False, got 'no'"):
-        flexmasks.register_score(relative="no")  # type: ignore[arg-type]
-
-
 def test_a_packed_softcap_is_a_softcap() -> None:
     score = flexmasks.packed(flexmasks.get_score("softcap", cap=30.0), [0, 5, 20])
     assert cap_of(score, Size(1, 2, 20, 20, torch.device("cpu"))) == 30.0
