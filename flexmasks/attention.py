@@ -478,16 +478,26 @@ def block_mask(
     block_size: int | tuple[int, int] = 128,
     q_offset: Alignment = None,
     as_data: bool = False,
+    check: bool = False,
     **params: Any,
 ) -> compat.BlockMask:
-    """Return the exact BlockMask of a mask: its empty, partial and full blocks.
+    """Return the BlockMask of a mask: its empty, partial and full blocks.
 
-    It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
-    flex_attention too. On a GPU, from torch 2.14 on, lists of more than 16 million places in all are only about as long
-    as the fullest one, so that a million tokens need not take a gigabyte.
+    It shows the pairs that torch's create_block_mask shows, without evaluating the mask at all Q x KV pairs, and works
+    in torch's flex_attention too. On a CPU, and of a mask without tensors, its blocks are exact: they equal those of
+    create_block_mask.
 
-    Inside torch.compile it is part of the graph. Blocks are then found by bounds of the mask: they are full or empty
-    only where the bounds prove it. `batch` and `heads` must be given there if a function of yours reads b or h.
+    Of a mask with tensors on a GPU, the first block mask is exact. Later ones, in which only the values of tensors or
+    the sizes are new, are found as calls of `attention` find them: blocks are full or empty where bounds of the mask
+    prove it, and the host reads no value and waits for nothing. With `check`, blocks are exact there too. They always
+    are where bounds would give many more blocks, where a function has to read values to be planned, and where a list or
+    a tensor that requires a gradient is among the parameters; then the host waits.
+
+    On a GPU, from torch 2.14 on, exact lists of more than 16 million places in all are only about as long as the
+    fullest one, so that a million tokens need not take a gigabyte; those of masks with tensors need `check` for it.
+
+    Inside torch.compile it is part of the graph. Blocks are then always found by bounds of the mask. `batch` and
+    `heads` must be given there if a function of yours reads b or h.
 
     It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
     `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
@@ -506,7 +516,10 @@ def block_mask(
         q_offset: where the queries start, as in `attention`.
         as_data: let the BlockMask's mask_mod read the bits of the different partial blocks, at most 256 MB, in place of
             the mask's function. All such masks share compiled kernels, and a function that torch's compiler computes
-            otherwise than Python does is exact. The sizes of blocks must be powers of 2 from 32 on.
+            otherwise than Python does is exact. The sizes of blocks must be powers of 2 from 32 on. The host
+            waits for it, and blocks are exact.
+        check: whether the host waits for a GPU to read the values of tensors: parameters are checked, and blocks are
+            exact. On a CPU both always hold. By default only the first tensors of a kind are read.
         **params: the mask's parameters.
 
     Raises:
@@ -520,13 +533,18 @@ def block_mask(
     """
     if not isinstance(as_data, bool):
         raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
+    if not isinstance(check, bool):
+        raise TypeError(f"flexmasks.block_mask: `check` must be True or False, got {check!r}.")
     if compat.is_compiling():
-        if as_data:
-            raise ValueError("flexmasks.block_mask: inside torch.compile it makes no `as_data`; make it outside.")
+        if as_data or check:
+            name = "as_data" if as_data else "check"
+            raise ValueError(
+                f"flexmasks.block_mask: inside torch.compile it reads no values for `{name}`; make it outside."
+            )
         given = get_mask(mask, **params), q_len, kv_len, (batch, heads), device, block_size, q_offset
         return later.traced_blocks.traced_block_mask("flexmasks.block_mask", *given)
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    return later.portable.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
+    return later.portable.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data, check)
 
 
 @says_what_to_write()

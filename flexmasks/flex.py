@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import noop_mask as noop_mask
 from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from flexmasks.attention import attention
-from flexmasks.attention import block_mask as _exact_block_mask
+from flexmasks.attention import block_mask as _block_mask
 from flexmasks.backends.plain import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
 from flexmasks.plans.portable import made_like, repeated
@@ -192,5 +192,6 @@ def create_block_mask(
         options |= changed  # versions of torch without an option say that they have none
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, **options)
     sizes: Any = {"batch": B or 1, "heads": H or 1, "device": device, "block_size": BLOCK_SIZE, "q_offset": 0}
-    made = in_full_width(_exact_block_mask(mask_mod, Q_LEN, KV_LEN, **sizes))
+    may_read = not torch.compiler.is_compiling()
+    made = in_full_width(_block_mask(mask_mod, Q_LEN, KV_LEN, check=may_read, **sizes))
     return repeated(made, B or 1, H or 1)

@@ -56,7 +56,7 @@ class Plan(HeldPlan):
 
     @property
     def block_mask(self) -> compat.BlockMask:
-        """The exact BlockMask of the mask, as `flexmasks.block_mask` returns it."""
+        """The exact BlockMask of the mask, as `flexmasks.block_mask(..., check=True)` returns it."""
         return self.blocks.block_mask
 
     @property

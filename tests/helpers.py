@@ -27,6 +27,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from flexmasks.backends.exact import CONSTANT, OF_FLASH_ALONE, outside_table
@@ -225,6 +227,46 @@ def check_equal_block_masks(got: BlockMask, want: BlockMask) -> None:
         mine, theirs = getattr(got, field), getattr(want, field)
         assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), field
         assert torch.equal(mine, theirs), field
+
+
+# Operations that read values on the host, or whose results have shapes that depend on values.
+READS = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "bincount")
+
+
+class NoLists(TorchFunctionMode):
+    """A mode in which no tensor may become a list or an array, which is no operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+        return func(*args, **(kwargs or {}))
+
+
+class NoReads(TorchDispatchMode):
+    """A mode in which no operation may read a value on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_truth = name.startswith("index") and any(
+            isinstance(i, Tensor) and i.dtype == torch.bool for i in (args[1] if isinstance(args[1], list) else ())
+        )
+        repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        reads = name in READS or by_truth or repeats
+        assert not reads, name
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_waits(device: str) -> Iterator[None]:
+    """Let nothing read a value on the host, on a CPU, and the host wait for nothing, on a GPU."""
+    if device == "cpu":
+        with NoReads(), NoLists():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def peak_memory() -> float:

@@ -20,6 +20,8 @@ from flexmasks.plans.sizes import MAX_POSITIONS, shifted_mask, sized
 from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 
+_READ_AT_ONCE = ("cpu",)  # devices whose tensors the host reads without waiting
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -101,13 +103,21 @@ def device_of_tensors(device: torch.device) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True) -> MaskPlan:
+def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True, may_wait: bool = True) -> MaskPlan:
+    """The plan of a mask over lengths.
+
+    may_wait: whether the host may wait for a device to read values of tensors. If not, blocks of a mask with tensors
+        are bounds there, as in calls of attention.
+    """
     given = lengths.block_size
     block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
     if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
         fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
     size, open_extents, q_offset = lengths.check(call, mask)
-    return MaskPlan(mask, size, q_offset, block_size=block_size, open_extents=open_extents, exact=exact)
+    allows_bounds = not may_wait and size.device.type not in _READ_AT_ONCE
+    return MaskPlan(
+        mask, size, q_offset, block_size=block_size, open_extents=open_extents, allows_bounds=allows_bounds, exact=exact
+    )
 
 
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:

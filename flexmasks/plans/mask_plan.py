@@ -162,12 +162,13 @@ class MaskPlan(Plan):
                 return self._build_by_bounds()
             reads = f"the function reads {self.unreadable}"
             return self._build_exactly(why=reads if self.opaque else "lists, or tensors that learn")
-        size, key = self.size, self._kind_of(self.block_size)
+        # The first of a kind shows that it does not depend on the indices of open extents.
+        size, key = self.size, self._kind_of(self.block_size, self.open_extents)
         kind = PROGRAMS.get(key)
         if capturing and (kind is None or kind.recorded is None):
             return self._build_by_bounds()
         if kind is None:
-            function = "at other sizes", self._kind_key, size.device, self.block_size
+            function = "at other sizes", self._kind_key, size.device, self.block_size, self.open_extents
             if PROGRAMS.get(function) is None:
                 prepared, kind = self._build_first_of_kind()
             else:

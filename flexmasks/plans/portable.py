@@ -90,8 +90,8 @@ class PortableBlockMask(BlockMask):
         return loaded_block_mask, (head, source.mask, sizes, *how)
 
 
-def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> PortableBlockMask:
-    plan = plan_mask(call, mask, lengths)
+def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool, may_wait: bool) -> PortableBlockMask:
+    plan = plan_mask(call, mask, lengths, may_wait=may_wait or as_data)  # finding bits waits in any case
     if not as_data:
         return _portable(plan, plan.block_mask)
     data = plan.data_alone()
@@ -143,7 +143,7 @@ def loaded_block_mask(
         )
     q_len, kv_len, batch, heads = sizes
     lengths = Lengths(q_len, kv_len, batch, heads, head.device, q_offset, block_size)
-    made = block_mask_of(call, mask, lengths, as_data)
+    made = block_mask_of(call, mask, lengths, as_data, may_wait=True)  # what is in a file is checked
     return made if tuple(made.kv_num_blocks.shape[:2]) == of_lists else repeated(made, *of_lists)
 
 

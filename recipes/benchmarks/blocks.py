@@ -213,7 +213,7 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
         mask = masks(length, device)[name]
 
     def ours() -> BlockMask:
-        return block_mask(mask, length, device=device)
+        return block_mask(mask, length, device=device, check=True)  # as exact as torch's
 
     def ours_uncached() -> BlockMask:
         clear_caches()

@@ -342,7 +342,7 @@ def test_registered_masks(
 ) -> None:
     given = arguments(case, device)
     sizes, lengths = {"batch": case.batch, "heads": case.heads}, (case.q_len, case.kv_len)
-    got = flexmasks.block_mask(case.name, *lengths, block_size=size, device=device, **sizes, **given)
+    got = flexmasks.block_mask(case.name, *lengths, block_size=size, device=device, check=True, **sizes, **given)
     own = got.kv_num_blocks.shape[:2]
     check_equal_block_masks(got, create_block_mask(got.mask_mod, *own, *lengths, device=device, BLOCK_SIZE=size))
     whole = flexmasks.dense_mask(case.name, *lengths, device=device, **sizes, **given)
@@ -903,7 +903,7 @@ def _window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def test_attention_by_narrow_lists(mask: Any, device: str) -> None:
     length = 2944
     params = {"seq_lens": torch.tensor([length, 1700], device=device)} if mask == "grouped_tril" else {}
-    made = flexmasks.block_mask(mask, length, batch=2, heads=2, device=device, **params)
+    made = flexmasks.block_mask(mask, length, batch=2, heads=2, device=device, check=True, **params)
     assert made.kv_indices.shape[-1] < 23
     want = create_block_mask(made.mask_mod, *made.kv_num_blocks.shape[:2], length, length, device)
     assert torch.equal(made.to_dense(), want.to_dense())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, error, in_campaigns, one_in
+from helpers import DEVICES, TOLERANCE, check_equal_block_masks, error, in_campaigns, one_in, without_waits
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
@@ -21,7 +23,8 @@ from benchmarks.examples import on_device
 from flexmasks import Mask, calls, get_mask, planned
 from flexmasks.backends.call import CallKind
 from flexmasks.backends.flex import FlexReplay
-from flexmasks.plans import mask_plan, plan, sizes, tracing
+from flexmasks.blocks.lists import of_block_mask, pairs_shown
+from flexmasks.plans import lengths, mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.plans.score_plan import ScorePlan
@@ -338,6 +341,97 @@ def test_lengths_that_change_are_recorded_late_on_a_cpu(monkeypatch: pytest.Monk
 
     assert [step(length) for length in range(100, 120)] == [0] * 20
     assert [step(64) for _ in range(20)] == [0] * 15 + [1] * 5
+
+
+# --- block masks of new tensors ---
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan block masks on a CPU as where the host would wait for values."""
+    monkeypatch.setattr(lengths, "_READ_AT_ONCE", ())
+    monkeypatch.setattr(mask_plan.MaskPlan, "_check_values", lambda self: None)
+
+
+# By the ids of documents: a mask, and the same as torch takes it.
+OF_IDS: dict[str, Callable[[Tensor], tuple[Any, Callable[..., Tensor]]]] = {
+    "document": lambda ids: (
+        get_mask("document", document_ids=ids),
+        lambda b, h, q, kv: ids[b, q] == ids[b, kv],
+    ),
+    "causal & document": lambda ids: (get_mask("causal") & get_mask("document", document_ids=ids), of_ids(ids)),
+    "sliding_window & document": lambda ids: (
+        get_mask("sliding_window", window=40) & get_mask("document", document_ids=ids),
+        lambda b, h, q, kv: (q >= kv) & (q - kv <= 40) & (ids[b, q] == ids[b, kv]),
+    ),
+    "key_padding": lambda ids: (
+        get_mask("key_padding", attention_mask=ids < 4),
+        lambda b, h, q, kv: ids[b, kv] < 4,
+    ),
+    "lambda": lambda ids: (of_ids(ids), of_ids(ids)),
+}
+
+
+def shown(made: BlockMask, device: str) -> Tensor:
+    """Return the pairs that a block mask shows."""
+    at = torch.arange(LENGTH, device=device)
+    by_function = create_mask(made.mask_mod, BATCH, 1, LENGTH, LENGTH, device)
+    return pairs_shown(of_block_mask(made), made.BLOCK_SIZE, at, at, by_function)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OF_IDS)
+@pytest.mark.usefixtures("as_on_gpu")
+def test_block_masks_of_new_tensors_wait_for_nothing(name: str, device: str) -> None:
+    flexmasks.clear_caches()
+    tensors = qkv(device)
+    for step in range(7):
+        mask, function = OF_IDS[name](documents(device=device))
+        with without_waits(device) if step > 1 else contextlib.nullcontext():
+            made = flexmasks.block_mask(mask, LENGTH, batch=BATCH)
+        want = create_block_mask(function, BATCH, 1, LENGTH, LENGTH, device)
+        assert torch.equal(shown(made, device), create_mask(function, BATCH, 1, LENGTH, LENGTH, device))
+        blocks, needed = (int(x.kv_num_blocks.sum() + x.full_kv_num_blocks.sum()) for x in (made, want))
+        assert blocks <= 1.25 * needed
+        if step in (0, 6):  # the first is exact, and others are if that is wanted
+            checked = made if step == 0 else flexmasks.block_mask(mask, LENGTH, batch=BATCH, check=True)
+            check_equal_block_masks(checked, want)
+    given = {"backend": "reference"} if device == "cpu" else {}
+    got, expected = (flexmasks.attention(*tensors, **way, **given) for way in ({"block_mask": made}, {"mask": mask}))
+    assert error(got, expected) < 2 * TOLERANCE[got.dtype]
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_block_masks_by_bounds_travel() -> None:
+    flexmasks.clear_caches()
+    for _ in range(3):
+        mask, function = OF_IDS["causal & document"](documents())
+        made = flexmasks.block_mask(mask, LENGTH, batch=BATCH)
+    visible = create_mask(function, BATCH, 1, LENGTH, LENGTH, "cpu")
+    for other in (pickle.loads(pickle.dumps(made)), made.to("cpu")):
+        assert torch.equal(shown(other, "cpu"), visible)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_values_of_a_block_mask_are_checked_if_that_is_wanted() -> None:
+    flexmasks.clear_caches()
+    call: dict[str, Any] = {"mask": "grouped_tril", "q_len": LENGTH}
+    flexmasks.block_mask(**call, seq_lens=torch.tensor([9, LENGTH]))
+    wrong = torch.tensor([9, LENGTH + 1])
+    flexmasks.block_mask(**call, seq_lens=wrong)
+    for more in ({"check": True}, {"as_data": True}):
+        with pytest.raises(ValueError, match=r"`seq_lens` .* 513"):
+            flexmasks.block_mask(**call, **more, seq_lens=wrong)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_each_kind_shows_that_it_needs_no_batch() -> None:
+    """Earlier calls of the same sizes were told the number of batch elements."""
+    flexmasks.clear_caches()
+    for _ in range(2):
+        flexmasks.block_mask(of_ids(documents()[:1]), LENGTH, batch=1)
+    with pytest.raises(ValueError, match="depends on its batch index; pass `batch`"):
+        flexmasks.block_mask(of_ids(documents()[:1]), LENGTH)
 
 
 # --- CUDA graphs ---

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from functions import short_and_campaign
-from helpers import arguments, label, one_in, spread, try_examples
+from helpers import NoLists, NoReads, arguments, label, one_in, spread, try_examples
 from hypothesis import strategies as st
 from oracles import MASK_CASES, SCORE_CASES, Case, dense, offsets
 from oracles.case import int32, int64
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from benchmarks.examples import on_device
@@ -32,30 +30,6 @@ from flexmasks.spec.values import Modifier, ResolvedInner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-# Operations that read values on the host, or whose results have shapes that depend on values.
-READS = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "bincount")
-
-
-class NoLists(TorchFunctionMode):
-    """A mode in which no tensor may become a list or an array, which is no operation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-        return func(*args, **(kwargs or {}))
-
-
-class NoReads(TorchDispatchMode):
-    """A mode in which no operation may read a value on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_truth = name.startswith("index") and any(
-            isinstance(i, Tensor) and i.dtype == torch.bool for i in (args[1] if isinstance(args[1], list) else ())
-        )
-        repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        reads = name in READS or by_truth or repeats
-        assert not reads, name
-        return func(*args, **(kwargs or {}))
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

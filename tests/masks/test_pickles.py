@@ -202,7 +202,7 @@ def test_files_of_block_masks_hold_no_lists() -> None:
 @pytest.mark.gpu
 def test_block_masks_travel_to_another_device() -> None:
     for mask in ("causal", MASKS["documents"].to("cuda")):
-        block_mask = flexmasks.block_mask(mask, LENGTH, device="cuda")
+        block_mask = flexmasks.block_mask(mask, LENGTH, device="cuda", check=True)
         assert by_file(block_mask).kv_indices.is_cuda
         check_block_mask(by_file(block_mask, map_location="cpu"), block_mask.to("cpu"))
 
