@@ -488,11 +488,12 @@ def _call_of(
     size, score_size = unread(size_of(q, k, sizes), offset), unread(size_of(q, k), q_offset)
     mask = None if encoded == UNKNOWN or encoded[0] == _BITS else cast(Mask, decode("mask", encoded))
     score = None if encoded_score == UNKNOWN else cast(Score, decode("score", encoded_score))
+    key = "traced", encoded[:1] if mask is None else encoded[:2]
     return Call(
         q=q,
         k=k,
         v=v,
-        mask=TracedMask(mask, size, offset, ("traced", encoded[:1] if mask is None else encoded[:2]), block_size),
+        mask=TracedMask(mask, size, offset, key, block_size, rows=q.shape[0] * q.shape[1]),
         score=TracedScore(score, score_size, q_offset, encoded_score[:2]) if has_score else None,
         q_offset=q_offset,
         scale=scale,

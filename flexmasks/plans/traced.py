@@ -81,9 +81,11 @@ class TracedMask(_Traced):
     """A mask in place of a MaskPlan. Its blocks are planned in the traced graph, or the user gives them.
 
     block_size: of given blocks, else None.
+    rows: batch elements x heads of the call; `size` has those that given blocks were made for.
     """
 
     block_size: tuple[int, int] | None = None
+    rows: int = 1
     intervals = None
     reads_data_as_fast = False
     blocks = data = explained = _unknown
@@ -112,7 +114,7 @@ class TracedMask(_Traced):
             return False
         if not self.is_by_library:
             return bool(self.tensors) or self._reads_made_tensors()
-        few, length = compat.size_hint(self.size.batch * self.size.heads), compat.size_hint(self.size.kv_len)
+        few, length = compat.size_hint(self.rows), compat.size_hint(self.size.kv_len)
         for inner in self.value.inside():
             tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
             cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)

@@ -1322,6 +1322,18 @@ def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.Monke
         assert reasons["short"] is None
 
 
+@pytest.mark.parametrize(("documents", "heads"), [(3, 8), (8, 8), (8, 16)])
+def test_blocks_made_for_one_head_are_as_partial_as_their_mask(documents: int, heads: int) -> None:
+    """The fastest backend is the same for a mask and for its blocks."""
+    offsets = torch.arange(documents + 1) * 64
+    mask: Any = encode(flexmasks.get_mask("packed", inner="causal", offsets=offsets), offsets.device)
+    q, facts = torch.empty(1, heads, 512, 16), (False, True, False, False, False)
+    for block_size, sizes in ((None, ()), ((128, 128), (1, 1))):
+        of_mask = mask.values(), 0, block_size, sizes
+        call = inside_compile._call_of(of_mask, ("unknown", ""), 0, q, q, q, None, facts)
+        assert call.mask.is_mostly_partial() == (documents + 1 > heads)
+
+
 # --- FlashAttention 4, with its kernels replaced by plain torch ---
 
 
