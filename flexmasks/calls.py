@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import CallKind, Refused, Replay, Result
+from flexmasks.backends.call import Kind, Ready, Refused
 from flexmasks.backends.plain import computes_nothing
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
@@ -41,9 +41,7 @@ from flexmasks.planned import (
 from flexmasks.plans.checks import any_nested, check_sinks, fail
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Launch, without_plan
-from flexmasks.plans.mask_plan import GivenPlan
-from flexmasks.plans.recorded import Form
-from flexmasks.plans.sizes import is_capturing, offset_of_last
+from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, functions_of
 from flexmasks.spec.definitions import is_by_library
@@ -52,15 +50,13 @@ from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-_REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
-_LEARNING: Part[CallKind] = Part(PLANS, "learning calls")  # by the tensors that do not learn
-_CALL_KINDS: Part[CallKind] = Part(KINDS, "calls")
+_READY: Part[Ready] = Part(PLANS, "calls")  # they share most index tensors with the cache "blocks"
+_CALL_KINDS: Part[Kind] = Part(KINDS, "calls")
 _SCALES = float, int, type(None)
 _OFFSETS = int, str, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _KINDS_ON = ("cuda",)
 _DIMS = 4  # of q, k and v
-_OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 
 
 def unseen(run: _Run) -> _Run:
@@ -197,11 +193,11 @@ def _run_given(
             return again
     states = [] if known is None else list(map(identity, known[1]))
     result, planned = run_first_time(q, k, v, inner)
-    if known is not None and result.replay is not None and planned is not None and not is_capturing(q.device):
+    if known is not None and result.ready is not None and planned is not None and not is_capturing(q.device):
         key, tensors = key_and_tensors(q, k, v, inner) or (None, [])
         # Another thread may have changed a variable or a tensor meanwhile.
         if (key, *map(id, tensors)) == (known[0], *map(id, known[1])) and states == list(map(identity, tensors)):
-            keep(*known, result.replay, planned)
+            keep(*known, result.ready, planned)
     return with_sinks_of(result, sinks)
 
 
@@ -218,7 +214,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
         launch = None
     if key is not None and launch is not None:
         launch.is_in_graph |= capturing
-        again = _replayed(launch.replay, q, k, v, sinks)
+        again = _run_ready(launch.ready, q, k, v, sinks)
         if again is not None:
             return again
         held.launches.pop(key, None)
@@ -227,34 +223,15 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
     if key is not None and (held.of_one_step or not held.tensors):
         known = _with_functions(key, inner)
         out = _run_given(q, k, v, request, known)
-        replay = None if known is None else _REPLAYS.get(*known)
-        if replay is not None and not capturing:
-            held.keep(key, Launch(replay, None if held.tensors else []), state)
+        ready = None if known is None else _READY.get(*known)
+        if ready is not None and not capturing:
+            held.keep(key, Launch(ready), state)
         return out
     result, planned = run_first_time(q, k, v, inner)
     may_keep = planned is not None and planned.call.holds_aliases and not capturing
-    if key is not None and result.replay is not None and planned is not None and may_keep:
-        held.keep(key, Launch(result.replay, _forms_in_place(result.replay, planned)), state)
+    if key is not None and result.ready is not None and planned is not None and may_keep:
+        held.keep(key, Launch(result.ready, planned.call.plans), state)
     return with_sinks_of(result, sinks)
-
-
-def _forms_in_place(replay: Replay, planned: Planned) -> Any:
-    """Return the forms of a call that can be written again, see `Launch`."""
-    if isinstance(planned.mask, GivenPlan):
-        return None
-    if not any(plan.inputs for plan in (planned.mask, planned.score) if plan is not None):
-        return []  # nothing changes
-    if replay.reads is None:
-        return None
-    forms = []
-    try:
-        for name in replay.reads:
-            plan = planned.plan_of(name)
-            if plan is not None:
-                forms.append((plan, name, replay.block_size, plan.form(name, replay.block_size)))
-    except Opaque:
-        return None
-    return forms
 
 
 def _with_plain_tensors(request: Request) -> Request:
@@ -279,18 +256,17 @@ def _without_wrappers(tensor: Tensor) -> Tensor:
     return tensor if plain is None else plain
 
 
-def _replayed(
-    replay: Replay, q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
+def _run_ready(
+    ready: Ready, q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return output and lse of a replay, or None if it failed.
+    """Return output and lse of a call whose forms are made, or None if it failed.
 
-    A call whose replay failed is planned again. Errors that say nothing about it are raised.
+    A call that failed is planned again. Errors that say nothing about it are raised.
     """
     try:
         if sinks is None:
-            return replay(q, k, v)
-        folded = replay.with_sinks(q, k, v, sinks.logits)
-        return with_sinks_of(Result(*(folded or replay(q, k, v)), has_sinks=folded is not None), sinks)
+            return ready.kernel(q, k, v, None, *ready.forms)
+        return with_sinks_of(ready(q, k, v, sinks.logits), sinks)
     except Exception as error:  # kernels raise errors of any type
         if isinstance(error, Refused) or passing_error(error) is not None:
             raise
@@ -301,84 +277,49 @@ def run_again(
     key: Hashable, tensors: list[Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
-    replay = _known_replay(key, tensors, q.device)
-    result = None if replay is None else _replayed(replay, q, k, v, sinks)
-    if replay is not None and result is None:
-        _REPLAYS.drop(key, tensors)
-        _LEARNING.drop(*_fixed(key, tensors))
+    ready = _known(key, tensors, q.device)
+    result = None if ready is None else _run_ready(ready, q, k, v, sinks)
+    if ready is not None and result is None:
+        _READY.drop(key, tensors)
         _CALL_KINDS.drop((key, *_layouts(tensors)))
     return result
 
 
-def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned) -> None:
-    """Keep a call's replay, for the same tensors or new ones that learn, and its kind, for others."""
-    learns = any(t.requires_grad for t in tensors)
+def keep(key: Hashable, tensors: list[Tensor], ready: Ready, planned: Planned) -> None:
+    """Keep a call for the same tensors, and its kind for others."""
     if planned.call.holds_aliases:
-        _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
-    elif not learns:
+        _READY.put(key, tensors, ready, ENTRY + ready.nbytes + planned.aliases.nbytes)
+    elif not any(t.requires_grad for t in tensors):
         return
-    if not tensors or planned.call.q.device.type not in _KINDS_ON:
-        return
-    with contextlib.suppress(Opaque):
-        forms = _forms_of(replay, planned, tensors)
-        if forms is None:
-            return
-        if learns and not any(t.requires_grad for form in forms for t in form.inputs):
-            fixed = [Form(form.tensors, spread=form.spread) for form in forms]
-            kind = CallKind(replay, fixed, planned.aliases, tensors)
-            _LEARNING.put(*_fixed(key, tensors), kind, ENTRY + replay.nbytes)
-        kind = CallKind(replay, forms, planned.aliases, tensors)
-        _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
+    if tensors and planned.call.q.device.type in _KINDS_ON:
+        with contextlib.suppress(Opaque):
+            kind = Kind(ready.kernel, planned.call.plans, tensors, planned.where_last)
+            _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
 
 
-def _forms_of(replay: Replay, planned: Planned, tensors: list[Tensor]) -> list[Form] | None:
-    """Return what a call reads, or None if that is not known."""
-    if replay.reads is None or isinstance(planned.mask, GivenPlan):
-        return None
-    forms = []
-    if planned.where_last is not None:
-        q_len = planned.mask.size.q_len
-        forms.append(Form([planned.where_last], [tensors[-2]], lambda lens: [offset_of_last(lens[0], q_len)]))
-    for name in replay.reads:
-        if name == "pages" and len(tensors) > _OF_PAGES:
-            return None  # the others decided what the mask is
-        if name in ("pages", "table"):
-            pages = tensors[-_OF_PAGES:] if name == "pages" else tensors[-1:]
-            forms.append(Form(replay.taken()[0][-len(pages) :], pages, list))
-        else:
-            plan = planned.plan_of(name)
-            if plan is not None:
-                forms.append(plan.form(name, replay.block_size))
-    return forms
-
-
-def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
+def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
     """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
     known = key_and_tensors(q, k, v, request)
-    return None if known is None else _known_replay(*known, q.device)
+    return None if known is None else _known(*known, q.device)
 
 
-def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
-    """Return the replay of a call with these tensors.
-
-    A call with other tensors of their kind makes it, if there is one.
-    """
-    if any(t.requires_grad for t in tensors):  # their replay would hold them
-        kind = _LEARNING.get(*_fixed(key, tensors)) or _CALL_KINDS.get((key, *_layouts(tensors)))
-        return None if kind is None else kind(tensors)
-    replay = _REPLAYS.get(key, tensors)
-    if replay is None and tensors and device.type in _KINDS_ON:
-        kind = _CALL_KINDS.get((key, *_layouts(tensors)))
-        if kind is not None:
-            replay = kind(tensors)
-            copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
-            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + copied)
-    return replay
-
-
-def _fixed(key: Hashable, tensors: list[Tensor]) -> tuple[Hashable, list[Tensor]]:
-    """Return the key of a call with any tensors that learn, and the tensors that do not."""
-    return (key, *_layouts([t for t in tensors if t.requires_grad])), [t for t in tensors if not t.requires_grad]
+def _known(key: Hashable, tensors: list[Tensor], device: torch.device) -> Ready | None:
+    """Return what an earlier call with these tensors made ready, or else what the kind of such calls makes, or None."""
+    learns = any(t.requires_grad for t in tensors)  # what is kept would hold them
+    ready = None if learns else _READY.get(key, tensors)
+    if ready is not None or not tensors or device.type not in _KINDS_ON:
+        return ready
+    kind = _CALL_KINDS.get((key, *_layouts(tensors)))
+    try:
+        ready = None if kind is None else kind(tensors)
+    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
+        if passing_error(error) is not None:
+            raise
+        return None
+    if ready is not None and not learns:
+        copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
+        _READY.put(key, tensors, ready, ENTRY + ready.nbytes + copied)
+    return ready
 
 
 def _layouts(tensors: list[Tensor]) -> list[Hashable]:

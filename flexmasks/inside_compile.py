@@ -23,18 +23,16 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.backends import (
-    fa4,
     flex,
     flex_flash,
     flex_kernels,
     forms,
     plain,
     reference,
-    sdpa,
     short_gpu,
     tiles_operator,
 )
-from flexmasks.backends.call import Call, Result, exports_any_length
+from flexmasks.backends.call import Call, Ready, Result, exports_any_length
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
@@ -70,11 +68,7 @@ from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)
-# Backends that torch traces through: what makes a call without q, k and v of a Call.
-_DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]] = {
-    "fa4": fa4.Fa4Replay.of,
-    "sdpa": sdpa.SdpaReplay.of,
-}
+_DIRECT = "fa4", "sdpa"  # backends whose kernels torch traces
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _MUST_TRACE = ()  # no output has this shape
 _MOST_BITS = 1 << 31  # of a mask that is looked at at each run
@@ -210,9 +204,9 @@ def _attend(
             encoded_score = _changed(encoded_score, _constant)
         call = _call_of(of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
-            own = (sinks,) if sinks is not None and name == "fa4" and fa4.folds_sinks(q, k, v, sinks) else ()
-            out, lse = _DIRECT[name](call)(q, k, v, *own)
-            sinks = None if own else sinks
+            kernel = BACKENDS[name].kernel(call)
+            out, lse, _, has_sinks = Ready(kernel, kernel.forms(call.plans))(q, k, v, sinks)
+            sinks = None if has_sinks else sinks
         elif name == "short":
             out, lse = short_gpu.attend_traced(call)
         elif name == "reference":

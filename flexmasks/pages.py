@@ -192,8 +192,8 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
             ran = _run_in_pages(q, cache, request)
             if ran is not None:
                 result, planned = ran
-                if known is not None and result.replay is not None:
-                    keep(*known, result.replay, planned)
+                if known is not None and result.ready is not None:
+                    keep(*known, result.ready, planned)
                 return result.out, result.lse
         return _run_without_pages(q, cache, request)
     except ValueError as error:
@@ -317,7 +317,7 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
 def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, Planned] | None:
     """Run a checked call by a backend that reads each sequence's own pages only, or return None if there is none.
 
-    The result has no replay if such backends failed, and the call ran without pages. See `_run_paged`.
+    The result is not kept if such backends failed, and the call ran without pages. See `_run_paged`.
     """
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], cache.room, x.shape[3]), (0, 0, 0, 1)) for x in (cache.k, cache.v))
@@ -366,7 +366,7 @@ def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
 def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
     """Return the batches of a call of `varlen_attention` with pages.
 
-    Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
+    Equal arguments return the same tensors, so that a later call finds what an earlier one made.
     """
     page_table, kv_lens, room = cache.page_table, cache.kv_lens, cache.room
     given = [cu_seqlens_q, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
@@ -392,7 +392,7 @@ def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tenso
 def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     """Return where the last queries of each sequence start.
 
-    Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
+    Equal arguments return the same tensor, so that a later call finds what an earlier one made.
     """
     if not can_be_read(kv_lens):  # while torch traces, it keeps equal results by itself
         return offset_of_last(kv_lens, q_len)

@@ -48,15 +48,11 @@ class Planned(NamedTuple):
     def score(self) -> ScorePlan | None:
         return cast(ScorePlan | None, self.call.score)
 
-    def plan_of(self, form: str) -> MaskPlan | ScorePlan | None:
-        """Return the plan with a form of this name, or None if it would be that of a score change."""
-        return self.score if form in ScorePlan.FORMS else cast(MaskPlan, self.mask)
-
 
 def run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, Planned | None]:
     """Check, plan and run a call.
 
-    Returns the result, and the plans if the replay may be cached.
+    Returns the result, and the plans if what was made may be cached.
     """
     if computes_nothing(q, k, v):
         return Result(*run_nothing(q, k, v, request)), None

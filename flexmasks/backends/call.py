@@ -1,4 +1,4 @@
-"""Calls as backends see them, their results, and their replays."""
+"""Calls as backends see them, kernels, and the kinds of calls that later ones find."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from flexmasks import compat
+from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
-from flexmasks.plans.recorded import Form
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import Offset
+from flexmasks.plans.sizes import Offset, offset_of_last
 from flexmasks.plans.traced import TracedMask, TracedScore
-from flexmasks.spec.aliases import Aliases, in_one_piece
-from flexmasks.spec.bands import Sequences
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.structure import Opaque
 from flexmasks.spec.values import Mask
@@ -96,56 +93,93 @@ class Refused(RuntimeError):
     """Error of a call that the next backend is not to run."""
 
 
-# What makes a call again from the tensors that it reads, and from those that its functions captured.
-Maker = Callable[[Sequence[Any], Sequence[Any]], "Replay"]
+class PageTable(NamedTuple):
+    """The numbers of keys of sequences, and the pages in which they lie, see `flexmasks.paged_attention`."""
+
+    lens: Tensor
+    table: Tensor
 
 
-class Replay:
-    """Base of calls that have run, without q, k and v. Called with them, they run the same kernel again.
+class Plans(NamedTuple):
+    """A call's mask and score change, planned, and its pages: what the forms that a kernel reads are made of."""
 
-    reads: the names of the forms of the mask and score change that the kernel reads, see `plans.recorded.Form`. None
-        for a call that is planned from the start for other tensors.
-    block_size: of the blocks that it reads.
-    calls_functions: the kernel calls functions with the tensors that these captured.
-    """
+    mask: Any  # MaskPlan, GivenPlan or TracedMask
+    score: Any = None  # ScorePlan or TracedScore
+    pages: PageTable | None = None
 
-    reads: tuple[str, ...] | None = None
-    block_size: tuple[int, int] | None = None
-    calls_functions = False
+
+class BlocksAndScore(NamedTuple):
+    """A mask as its blocks, with the function of partial ones, and a score change as a function."""
+
+    block_mask: compat.BlockMask
+    score_mod: Callable[..., Tensor] | None
+
+    @classmethod
+    def of(cls, plans: Plans) -> BlocksAndScore:
+        return cls(plans.mask.block_mask, None if plans.score is None else plans.score.mod())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping the replay takes."""
-        return 0
+        return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse or None.
 
-        Raises Unavailable if the kernel cannot be compiled.
+class Kernel:
+    """Base of kernels: functions of q, k, v, sinks and forms, for all calls that differ in the values of tensors only.
+
+    A kernel holds no tensor. `forms` makes what it reads of a mask and a score change.
+    """
+
+    key: Hashable = None  # of what was compiled, for `proven`
+
+    def forms(self, plans: Plans) -> tuple[Any, ...]:
+        """Return what the kernel reads of mask, score change and pages."""
+        return ()
+
+    def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
+        """Return whether the kernel takes sinks into output and lse."""
+        return False
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the lse or None; k and v are caches if the forms have a page table.
+
+        sinks: None if the kernel does not fold them in. Raises Unavailable if it cannot be compiled.
         """
         raise NotImplementedError
 
-    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return output and lse with the sinks in them, or None if the kernel does not fold them in."""
-        return None
+    def first(self, call: Call) -> Result:
+        """Run the first call of its kind."""
+        return proven(call, Ready(self, self.forms(call.plans)))
 
-    def refresh(self) -> None:
-        """Compute again what was computed from the tensors of its forms, in the same memory."""
 
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        """Return the tensors of its forms, those that its functions captured, and what makes it again from others."""
-        raise NotImplementedError
+class Ready(NamedTuple):
+    """A kernel with the forms of a mask and a score change: all of a call but q, k, v and sinks."""
+
+    kernel: Kernel
+    forms: tuple[Any, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping the forms takes."""
+        return sum(form.nbytes for form in self.forms if form is not None)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Result:
+        if sinks is not None and not self.kernel.folds_sinks(q, k, v, sinks):
+            sinks = None
+        out, lse = self.kernel(q, k, v, sinks, *self.forms)
+        return Result(out, lse, self, sinks is not None)
 
 
 class Result(NamedTuple):
-    """Output and lse of a call, and its replay if there is one.
+    """Output and lse of a call, and what runs it again if that may be kept.
 
     has_sinks: the kernel has folded the call's sinks into both.
     """
 
     out: Tensor
     lse: Tensor | None
-    replay: Replay | None = None
+    ready: Ready | None = None
     has_sinks: bool = False
 
 
@@ -195,8 +229,13 @@ class Call:
         return [self.mask] if self.score is None else [self.mask, self.score]
 
     @property
+    def plans(self) -> Plans:
+        pages = None if self.pages is None else PageTable(self.pages.lens, self.pages.table)
+        return Plans(self.mask, self.score, pages)
+
+    @property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """What a replay of the call takes for k and v: these, or the caches that hold their pages."""
+        """What a kernel takes for k and v: these, or the caches that hold their pages."""
         return (self.k, self.v) if self.pages is None else (self.pages.k_cache, self.pages.v_cache)
 
     @property
@@ -265,12 +304,6 @@ class Call:
         """What a look at the functions of the mask, False, and of the score, True, has found; see `forms.outside`."""
         return {}
 
-    @functools.cached_property
-    def sequences(self) -> Sequences | None:
-        """The window's sequences, or None; they are computed once."""
-        window = self.mask.window
-        return None if window is None or window.sequences is None else window.sequences()
-
 
 def _layout(x: Tensor) -> Hashable:
     """Return the order of a tensor's dimensions, and their steps of 0 and 1."""
@@ -322,31 +355,31 @@ def raise_passing_error(error: Exception) -> None:
         raise passing from None
 
 
-def proven(call: Call, replay: Any, *more: Tensor) -> Result:
+def proven(call: Call, ready: Ready) -> Result:
     """Run a call, and differentiate the first call of its kind.
-
-    more: arguments of the replay behind q, k and v.
 
     A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
     the next call of the kind is differentiated.
     """
-    kind = replay.key, call.outcome_key
-    needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
-    unproven = needs_proof and _PROVEN.get(kind) is None and not compat.transforms_active()
-    if unproven and _has_gradients(call, replay, *more):
-        _PROVEN.put(kind, (), True, FACT)
-    out, lse = replay(call.q, call.k, call.v, *more)
-    return Result(out, lse, replay)
+    if ready.kernel.key is not None and call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v)):
+        kind = ready.kernel.key, call.outcome_key
+        unproven = _PROVEN.get(kind) is None and not compat.transforms_active()
+        if unproven and _has_gradients(call, ready):
+            _PROVEN.put(kind, (), True, FACT)
+    k, v = call.kv
+    return ready(call.q, k, v, call.sinks)
 
 
-def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
+def _has_gradients(call: Call, ready: Ready) -> bool:
     """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
 
     All tensors of it are free when the call itself runs.
     """
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
     with beside_saved_tensors_hooks():  # activation checkpointing must not count its tensors
-        outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
+        q, k, v = leaves
+        result = ready(q, k, v, None if call.sinks is None else call.sinks.detach())
+    outputs = [x for x in result[:2] if x is not None]
     try:
         inputs = [x for x in leaves if x.requires_grad]
         torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
@@ -357,62 +390,37 @@ def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
     return True
 
 
-class CallKind:
-    """All calls that differ from a first one in the values of tensors only, and makes the call with such tensors.
+class Kind:
+    """All calls that differ from a first one in the values of tensors only. It keeps no tensors."""
 
-    It keeps no tensors but constants of functions.
-    """
+    def __init__(self, kernel: Kernel, plans: Plans, tensors: Sequence[Tensor], where_last: Tensor | None) -> None:
+        """Raises Opaque if the first call does not tell how others are planned.
 
-    def __init__(self, replay: Replay, forms: Sequence[Form], aliases: Aliases, tensors: Sequence[Tensor]) -> None:
-        """Raises Opaque if the call cannot be made again.
-
-        forms: what the call reads, a form behind those that it is made from; those without inputs stay.
-        tensors: the tensors of the call.
+        tensors: what the first call read. With pages, the last two are lengths and page table.
+        where_last: where the last queries of each sequence start, if the plans read that.
         """
-        learns = any(t.requires_grad for t in tensors)
-        if learns and not all(type(t) in (Tensor, Parameter) and t.is_contiguous() and not vars(t) for t in tensors):
-            raise Opaque("a tensor that learns beside one of which the call holds a copy")
         places = {id(t): n for n, t in enumerate(tensors)}
         if len(places) < len(tensors):
             raise Opaque("one tensor in two places, which may be two tensors in the next call")
-        self._programs: list[tuple[Any, list[int]]] = []
-        count, constants, spread = len(tensors), dict[int, Tensor](), list[tuple[int, torch.Size]]()
-        for form in forms:
-            if not form.inputs:
-                constants |= {id(t): t for t in form.tensors}
-                continue
-            if form.program is None or any(id(t) not in places for t in form.inputs):
-                raise Opaque("a form that is planned from the start")
-            self._programs.append((form.program, [places[id(t)] for t in form.inputs]))
-            places |= {id(t): count + n for n, t in enumerate(form.tensors)}
-            count += len(form.tensors)
-        in_functions = {}
-        if replay.calls_functions:  # they hold aliases, or the tensors themselves where these learn or are a bias
-            in_functions = {id(aliases.of(t)): n for n, t in enumerate(tensors) if not t.requires_grad} | places
-        in_functions |= {key: n for key, n in places.items() if n >= len(tensors)}
-        for form in forms:
-            for number, expanded in form.spread:
-                if id(number) in in_functions:  # others are constants of a function
-                    in_functions[id(expanded)] = count + len(spread)
-                    spread.append((in_functions[id(number)], expanded.shape))
-        self._count, self._spread = len(tensors), spread
-        read, captured, self._make = replay.taken()
-        if any(id(t) not in places and id(t) not in constants for t in read):
-            raise Opaque("a tensor that is made in another way")
-        if learns and any(id(t) not in in_functions for t in captured):
-            raise Opaque("a tensor that is made of one that learns")
-        # The place of each tensor among those of a later call, or the constant itself.
-        self._read = [(places.get(id(t)), constants.get(id(t))) for t in read]
-        self._captured = [(in_functions.get(id(t)), None if id(t) in in_functions else t) for t in captured]
+        self._kernel, self._has_pages = kernel, plans.pages is not None
+        self._q_len = 0
+        if where_last is not None:
+            self._q_len, places[id(where_last)] = plans.mask.size.q_len, len(tensors)
+        self._plans = [(plan.template(), [_place_of(t, places) for t in plan.inputs]) for plan in plans[:2] if plan]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Replay:
+    def __call__(self, tensors: Sequence[Tensor]) -> Ready:
         """Return the call with these tensors. Gradients flow through those alone that functions read."""
-        values = [t.detach() for t in tensors]
-        for program, places in self._programs:
-            values += program([values[n] for n in places])
-        read = [t if n is None else values[n] for n, t in self._read]
-        if not self._captured:
-            return self._make(read, [])
-        values[: self._count] = [in_one_piece(t if t.requires_grad else t.detach()) for t in tensors]
-        values += [values[n].expand(shape) for n, shape in self._spread]
-        return self._make(read, [t if n is None else values[n] for n, t in self._captured])
+        tensors = list(tensors)
+        pages = PageTable(*tensors[-2:]) if self._has_pages else None
+        if self._q_len:
+            tensors.append(offset_of_last(tensors[-2].detach(), self._q_len))
+        plans = [template.with_tensors([tensors[n] for n in places]) for template, places in self._plans]
+        mask, score, *_ = *plans, None
+        return Ready(self._kernel, self._kernel.forms(Plans(mask, score, pages)))
+
+
+def _place_of(tensor: Tensor, places: dict[int, int]) -> int:
+    place = places.get(id(tensor))
+    if place is None:
+        raise Opaque("a tensor that was made of those of the call")
+    return place

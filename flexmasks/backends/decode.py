@@ -11,19 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmasks.backends import decode_gpu
 from flexmasks.backends.added import forward_on_cpu, grouped, is_added, shows
-from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Replay, Result, transformed
+from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Kernel, Plans, transformed
 from flexmasks.backends.plain import attend, scores_of
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
-from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.workers import Workers
 
 _MAX_QUERIES, _MAX_QUERIES_ON_GPU = 64, 2048
@@ -89,14 +87,11 @@ def plan(call: Call) -> str:
     return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
 
 
-def run(call: Call) -> Result:
-    """Run the call."""
-    replay = replay_of(call)
-    return Result(*replay(call.q, *call.kv), replay)
-
-
-def replay_of(call: Call) -> CpuDecodeReplay | decode_gpu.GpuDecodeReplay:
-    return decode_gpu.GpuDecodeReplay.of(call) if call.q.device.type in _ON_GPU else CpuDecodeReplay.of(call)
+def kernel(call: Call) -> Kernel:
+    if call.q.device.type in _ON_GPU:
+        return decode_gpu.kernel(call)
+    groups = call.q.shape[1] // call.k.shape[1]
+    return CpuKernel(groups, len(call.k), is_added(call), call.scale, call.with_lse)
 
 
 # --- on a CPU ---
@@ -128,9 +123,8 @@ class _Part(NamedTuple):
     keys: slice
 
 
-@dataclass(frozen=True)
-class CpuDecodeReplay(Replay):
-    """A call of a few queries without q, k and v."""
+class _Forms(NamedTuple):
+    """The whole mask of a few queries, and what a score change adds."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
     sees: Tensor | None  # bool [B or 1, H or 1, Q]: whether a query sees a key with a score above -inf; None if all do
@@ -138,88 +132,100 @@ class CpuDecodeReplay(Replay):
     shows: bool  # whether torch's kernel shows all of `added`
     score_mod: Callable[..., Tensor] | None  # a score change that is more than `added`
     parts: list[_Part]
-    scale: float | None
-    with_lse: bool
 
     @property
     def nbytes(self) -> int:
         return self.visible.nbytes + self.added.nbytes
 
-    @classmethod
-    def of(cls, call: Call) -> CpuDecodeReplay:
-        q, k = call.q, call.k
-        visible = cast(MaskPlan, call.mask).whole.visible
-        score_mod = None if call.score is None else call.score.mod()
-        is_bias = is_added(call)
-        added = torch.zeros((), device=q.device)
-        if is_bias:
-            added, score_mod = cast(ScorePlan, call.score).added.product(), None
+
+@dataclass(frozen=True)
+class CpuKernel(Kernel):
+    """A few queries on a CPU."""
+
+    groups: int  # query heads of a key head
+    batch: int
+    is_bias: bool  # the score change adds
+    scale: float | None
+    with_lse: bool
+
+    def forms(self, plans: Plans) -> tuple[_Forms]:
+        visible = plans.mask.whole.visible
+        added, score_mod = torch.zeros((), device=visible.device), None
+        if self.is_bias:
+            added = plans.score.added.product()
+        elif plans.score is not None:
+            score_mod = plans.score.mod()
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
-        return cls(
-            visible=visible,
-            sees=None if bool(sees.all()) else sees,
-            added=grouped(added, q.shape[1] // k.shape[1]),
-            shows=not is_bias or shows(added),
-            score_mod=score_mod,
-            parts=_parts(visible, k),
-            scale=call.scale,
-            with_lse=call.with_lse,
+        return (
+            _Forms(
+                visible=visible,
+                sees=None if bool(sees.all()) else sees,
+                added=grouped(added, self.groups),
+                shows=not self.is_bias or shows(added),
+                score_mod=score_mod,
+                parts=_parts(visible, self.batch),
+            ),
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v = q.detach(), k.detach(), v.detach()
-        results = self._results(q, k, v)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v, (mask,) = q.detach(), k.detach(), v.detach(), forms
+        results = self._results(q, k, v, mask)
         out, lse = results[0] if len(results) == 1 else (torch.cat(xs) for xs in zip(*results, strict=True))
-        if self.sees is not None:
-            out = torch.where(self.sees[..., None], out, 0)
-            lse = torch.where(self.sees, lse, -math.inf)
+        if mask.sees is not None:
+            out = torch.where(mask.sees[..., None], out, 0)
+            lse = torch.where(mask.sees, lse, -math.inf)
         return out, lse if self.with_lse else None
 
-    def _results(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _results(self, q: Tensor, k: Tensor, v: Tensor, mask: _Forms) -> list[tuple[Tensor, Tensor]]:
         """Return output and lse of each part. Each of a few threads takes the next part that is left."""
-        keys = sum(part.keys.stop - part.keys.start for part in self.parts)
-        workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * max(q.shape[3], v.shape[3]), len(self.parts))
+        parts = mask.parts
+        keys = sum(part.keys.stop - part.keys.start for part in parts)
+        workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * max(q.shape[3], v.shape[3]), len(parts))
         results: dict[int, tuple[Tensor, Tensor]] = {}
-        numbers = iter(range(len(self.parts)))
+        numbers = iter(range(len(parts)))
 
         def compute() -> None:
             for n in numbers:
-                part = self.parts[n]
+                part = parts[n]
                 own_k, own_v = (x[part.batch, :, part.keys] for x in (k, v))
-                results[n] = self._attend(q[part.batch], own_k, own_v, part)
+                results[n] = self._attend(q[part.batch], own_k, own_v, mask, part)
 
-        if len(self.parts) == 1:
+        if len(parts) == 1:
             compute()
         else:
             workers.all([compute] * workers.count)
-        return [results[n] for n in range(len(self.parts))]
+        return [results[n] for n in range(len(parts))]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: _Forms, part: _Part) -> tuple[Tensor, Tensor]:
         """Return output and lse of a part, right where a query sees a key."""
         (batch, heads, q_len, size), kv_heads = q.shape, k.shape[1]
         if not k.shape[2]:
             return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
         rows = q.reshape(batch, kv_heads, -1, size)
-        if self.score_mod is None and self.shows and size == v.shape[3]:
-            added = _of_part(self.added, part)
+        if mask.score_mod is None and mask.shows and size == v.shape[3]:
+            added = _of_part(mask.added, part)
             out, lse = forward_on_cpu(rows, k, v, added, self.scale)
             # A hidden key may hold anything. In half precision the output of a score of +inf may be finite.
             if bool(lse.amax() < math.inf) and not bool(out.isnan().any()):
                 return out.reshape(q.shape), lse.reshape(batch, heads, q_len)
-        return self._attend_in_steps(q, rows, k, v, part)
+        return self._attend_in_steps(q, rows, k, v, mask, part)
 
-    def _attend_in_steps(self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+    def _attend_in_steps(
+        self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: _Forms, part: _Part
+    ) -> tuple[Tensor, Tensor]:
         """Attend by operations of torch, in float32; hidden scores are replaced, whatever they are."""
 
         def changed(scores: Tensor) -> Tensor:
-            if self.score_mod is None:
-                return (scores.view(*rows.shape[:3], -1) + _of_part(self.added, part)).view_as(scores)
+            if mask.score_mod is None:
+                return (scores.view(*rows.shape[:3], -1) + _of_part(mask.added, part)).view_as(scores)
             indices = _indices(part.batch, q.shape[1], q.shape[2], part.keys)
-            return over_indices(self.score_mod, (0,))(scores, *indices)
+            return over_indices(mask.score_mod, (0,))(scores, *indices)
 
         out, lse, _ = attend(
-            scores_of(q.float(), k.float(), self.scale, changed, _of_part(self.visible, part)), v.float()
+            scores_of(q.float(), k.float(), self.scale, changed, _of_part(mask.visible, part)), v.float()
         )
         return out.to(q.dtype), lse
 
@@ -233,12 +239,12 @@ def _of_part(x: Tensor, part: _Part) -> Tensor:
     return (x if len(x) == 1 else x[part.batch])[..., part.keys]
 
 
-def _parts(visible: Tensor, k: Tensor) -> list[_Part]:
+def _parts(visible: Tensor, batch: int) -> list[_Part]:
     """Return the batch elements that are computed together, with their keys.
 
     Each batch element is a part of its own if that leaves out most keys.
     """
-    batch, kv_len = k.shape[0], k.shape[2]
+    kv_len = visible.shape[3]
     seen = visible.any(1).any(1).byte()  # [B or 1, KV]
     firsts, lasts = seen.argmax(1).tolist(), (kv_len - seen.flip(1).argmax(1)).tolist()
     spans = [

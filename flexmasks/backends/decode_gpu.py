@@ -6,9 +6,8 @@ mask of a few queries is an input, or for a band where the queries start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from torch.overrides import has_torch_function
 
 from flexmasks import compat
 from flexmasks.backends.added import is_added
-from flexmasks.backends.call import Call, Maker, Replay
+from flexmasks.backends.call import Call, Kernel, Plans
 from flexmasks.kernels.direct import with_rows_together
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
-from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import Added, Whole
 from flexmasks.plans.windows import Intervals
 
@@ -39,81 +36,47 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def kernel(call: Call) -> Kernel:
+    adds = call.score is not None and call.cap is None
+    are_last = call.pages is not None and call.pages.are_last
+    return GpuKernel(adds, are_last, call.cap, call.scale, call.with_lse)
+
+
 @dataclass(frozen=True)
-class GpuDecodeReplay(Replay):
-    """A call of a few queries without q, k and v.
+class GpuKernel(Kernel):
+    """A few queries on a GPU. With a page table k and v are whole caches."""
 
-    With a page table, it is called with whole caches in place of k and v.
-    """
-
-    mask: Whole | Intervals
-    added: Added | None  # what the score change adds
+    adds: bool  # the score change adds numbers
+    are_last: bool  # queries are the last ones of sequences in pages
     cap: float | None
     scale: float | None
     with_lse: bool
-    pages: Tensor | None  # the page table, as it was given
-    table: Tensor | None  # the same as kernels take it
 
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        mask = "intervals" if isinstance(self.mask, Intervals) else "whole"
-        return mask, *(["added"] if self.added is not None else []), *(["table"] if self.pages is not None else [])
+    def forms(self, plans: Plans) -> tuple[Whole | Intervals, Added | None, Tensor | None]:
+        intervals: Intervals | None = plans.mask.intervals
+        if intervals is not None and self.are_last:
+            intervals = intervals.with_tensors(None, intervals.lens)
+        added = plans.score.added if self.adds else None
+        table = None if plans.pages is None else _as_table(plans.pages.table.detach())
+        return plans.mask.whole if intervals is None else intervals, added, table
 
-    @property
-    def nbytes(self) -> int:
-        return self.mask.nbytes + (0 if self.added is None else self.added.nbytes)
-
-    @classmethod
-    def of(cls, call: Call) -> GpuDecodeReplay:
-        intervals, are_last = call.mask.intervals, call.pages is not None and call.pages.are_last
-        mask: Whole | Intervals
-        if intervals is None:
-            mask = cast(MaskPlan, call.mask).whole
-        else:
-            mask = intervals.with_tensors(None, intervals.lens) if are_last else intervals
-        added = None if call.score is None or call.cap is not None else cast(ScorePlan, call.score).added
-        pages = None if call.pages is None else call.pages.table.detach()
-        return cls(mask, added, call.cap, call.scale, call.with_lse, pages, _as_table(pages))
-
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        mask, added, fixed = self.mask, self.added, (self.cap, self.scale, self.with_lse)
-        of_mask: Any = mask
-        if isinstance(mask, Intervals):
-            offset, lens = (isinstance(x, Tensor) for x in (mask.offset, mask.lens))
-            of_mask = [x for x in (mask.offset, mask.lens) if isinstance(x, Tensor)]
-            # Of the tensors, only their places stay.
-            mask = mask.with_tensors(None if offset else mask.offset, None)
-        counts = len(of_mask), 0 if added is None else len([t for t in added if t is not None])
-
-        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDecodeReplay:
-            tensors, behind = iter(read), sum(counts)
-            made: Whole | Intervals
-            if isinstance(mask, Intervals):
-                made = mask.with_tensors(next(tensors) if offset else mask.offset, next(tensors) if lens else None)
-            else:
-                made = Whole(*read[: counts[0]])
-            numbers = Added(*read[counts[0] : behind]) if counts[1] else None
-            pages = read[behind] if len(read) > behind else None
-            return GpuDecodeReplay(made, numbers, *fixed, pages, _as_table(pages))
-
-        read = [*of_mask, *(t for t in added or () if t is not None), *([] if self.pages is None else [self.pages])]
-        return read, [], make
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        mask, added, table = forms
         q, k, v = with_rows_together(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        bias, weight = (None, None) if self.added is None else self.added
+        bias, weight = (None, None) if added is None else added
         change = weight, bias, scale, self.cap
-        mask = self.mask
         arguments: Any
         if isinstance(mask, Intervals):
             name = "attend_band"
             starts, start = (mask.offset, None) if isinstance(mask.offset, Tensor) else (None, mask.offset)
-            arguments = (q, k, v, self.table, starts, mask.lens, *change, start, mask.left, mask.right)
+            arguments = (q, k, v, table, starts, mask.lens, *change, start, mask.left, mask.right)
         else:
             name = "attend_few"
             visible, *tiles = mask
-            arguments = (q, k, v, self.table, *tiles, visible, *change)
+            arguments = (q, k, v, table, *tiles, visible, *change)
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
         if is_plain and not has_torch_function((q,)):  # only that of a TorchFunctionMode
             return attend_directly(name, arguments, with_lse=self.with_lse)
@@ -122,8 +85,6 @@ class GpuDecodeReplay(Replay):
         return out, lse if self.with_lse else None
 
 
-def _as_table(table: Tensor | None) -> Tensor | None:
-    if table is None:
-        return None
+def _as_table(table: Tensor) -> Tensor:
     table = table if table.dtype in (torch.int32, torch.int64) else table.int()
     return table if table.stride(1) == 1 else table.contiguous()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,13 +14,12 @@ from flexmasks import compat
 from flexmasks.backends import fa4_kernel, fa4_package
 from flexmasks.backends.call import (
     Call,
-    Maker,
+    Kernel,
     Pages,
-    Replay,
+    Plans,
     Result,
     Unavailable,
     first_line,
-    proven,
     raise_passing_error,
     transformed,
 )
@@ -107,17 +106,20 @@ def _refuses_numbers(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> Result:
-    """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
-    _announce(call)
+def kernel(call: Call) -> Kernel:
     if call.pages is not None or call.mask.window is None:
-        ended = Fa4EndReplay.of(call)
-        return Result(*ended(call.q, *call.kv), ended)
-    replay = Fa4Replay.of(call)
-    with _failures_are_unavailable():
-        if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
-            return proven(call, replay)
-        return proven(call, replay, call.sinks)._replace(has_sinks=True)
+        return _to_ends(call)
+    batch, heads, length, _ = call.q.shape
+    window = call.mask.window
+    return Fa4Kernel(
+        replace(window, sequences=None),
+        has_sequences=window.sequences is not None,
+        scale=call.scale,
+        cap=call.cap,
+        with_lse=call.with_lse,
+        by_head=(heads, length) if batch > 1 and heads == call.k.shape[1] else None,
+        is_traced=call.is_traced,
+    )
 
 
 def _announce(call: Call) -> None:
@@ -127,12 +129,18 @@ def _announce(call: Call) -> None:
         str(q.dtype).removeprefix("torch."),
         f"head sizes {q.shape[3]} and {call.v.shape[3]}",
         "all keys" if window is not None and window.left is window.right is None else "a window",
-        "pages" if call.pages is not None else "sequences" if call.sequences is not None else "",
+        _in_what(call),
         "a soft-cap" if call.cap is not None else "",
         "sinks" if call.sinks is not None else "",
         "gradients" if call.needs_grad else "",
     ]
     announce_once(f"attention for backend 'fa4': {', '.join(filter(None, parts))}")
+
+
+def _in_what(call: Call) -> str:
+    window = call.mask.window
+    in_sequences = window is not None and window.sequences is not None
+    return "pages" if call.pages is not None else "sequences" if in_sequences else ""
 
 
 @contextlib.contextmanager
@@ -165,77 +173,93 @@ def compiles(call: Call) -> str:
     return "yes, if it is the first call of its kind: flash-attn-4 compiles once for each kind"
 
 
-@dataclass(frozen=True)
-class Fa4Replay(Replay):
-    """A call of FlashAttention 4 without q, k and v."""
+class OfSequences(NamedTuple):
+    """Sequences laid end to end.
 
-    window: Window
-    sequences: Sequences | None
+    by_head: those of [B, H, S, D] in memory order, head after head, or None where that is slower.
+    """
+
+    sequences: Sequences
+    by_head: Sequences | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self if s is not None)
+
+
+@dataclass(frozen=True)
+class Fa4Kernel(Kernel):
+    """FlashAttention 4 for windows, also inside sequences."""
+
+    window: Window  # without its sequences
+    has_sequences: bool
     scale: float | None
     cap: float | None  # cap of a soft-cap
     with_lse: bool
-    by_head: Sequences | None = None  # sequences of [B, H, S, D] in memory order, head after head, if that is faster
+    by_head: tuple[int, int] | None = None  # heads and length of calls that may be read head by head
     is_traced: bool = False  # torch.compile traces the call
 
     key = "fa4"
 
-    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        return self(q, k, v, sinks) if folds_sinks(q, k, v, sinks) else None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)
-
-    @classmethod
-    def of(cls, call: Call) -> Fa4Replay:
-        """Return the call for the shapes of its q and k."""
-        sequences = call.sequences
-        batch, heads, length, _ = call.q.shape
+    def forms(self, plans: Plans) -> tuple[OfSequences | None]:
+        if not self.has_sequences:
+            return (None,)
+        sequences = plans.mask.window.sequences()
         by_head = None
-        if sequences is not None and sequences.q is sequences.kv and batch > 1 and heads == call.k.shape[1]:
+        if self.by_head is not None and sequences.q is sequences.kv:
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
-            is_searched_fast = heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
-            by_head = sequences.of_heads(heads, length) if is_searched_fast else None
-        window = cast(Window, call.mask.window)
-        return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
+            is_searched_fast = self.by_head[0] * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
+            by_head = sequences.of_heads(*self.by_head) if is_searched_fast else None
+        return (OfSequences(sequences, by_head),)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
+        return folds_sinks(q, k, v, sinks)
+
+    def first(self, call: Call) -> Result:
+        _announce(call)
+        with _failures_are_unavailable():
+            return super().first(call)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: OfSequences | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
         sinks: logits of attention sinks, [H].
         """
         k, v = self.window.cut(k), self.window.cut(v)
         sinks = None if sinks is None else sinks.float().contiguous()
-        if self.sequences is not None:
-            out, lse = self._in_sequences(q, k, v, sinks, self.sequences)
+        if forms[0] is not None:
+            out, lse = self._in_sequences(q, k, v, sinks, forms[0])
         else:
             out, lse = self._attend(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks)
             out = out.transpose(1, 2)
         return out, lse if self.with_lse else None
 
     def _in_sequences(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: OfSequences
     ) -> tuple[Tensor, Tensor]:
+        sequences = form.sequences
         if sequences.q is not sequences.kv:
             # Keys in padding that meet no query may get no gradient at all.
             k, v = (fa4_kernel.hide_padding(x, 2, sequences.counts[1], 0.0) for x in (k, v))
-        out, lse = self._over_all_tokens(q, k, v, sinks, sequences)
+        out, lse = self._over_all_tokens(q, k, v, sinks, form)
         count = sequences.counts[0]
         lse_of_nothing = -torch.inf if sinks is None else sinks[:, None]
         return fa4_kernel.hide_padding(out, 2, count, 0.0), fa4_kernel.hide_padding(lse, 2, count, lse_of_nothing)
 
     def _over_all_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: OfSequences
     ) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
         batch, heads, q_len, _ = q.shape
         v_size = v.shape[3]
-        has_heads_apart = self.by_head is not None and sinks is None  # where all heads count as one
+        has_heads_apart = form.by_head is not None and sinks is None  # where all heads count as one
         if has_heads_apart and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-            out, lse = self._attend(self.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
+            out, lse = self._attend(form.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
             return out.view(batch, heads, q_len, v_size), lse.view(q.shape[:3])
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, H, D], copied if no view can be so
-        out, lse = self._attend(sequences, q, k, v, sinks)
+        out, lse = self._attend(form.sequences, q, k, v, sinks)
         return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(
@@ -284,12 +308,36 @@ def _refuses_pages(call: Call, pages: Pages) -> str | None:
     return "it knows only windows" if _band_in(pages, call) is None else _refuses_numbers(call)
 
 
-class _Fixed(NamedTuple):
-    """Properties of a call that do not change with its tensors.
+def _to_ends(call: Call) -> Kernel:
+    q_len, kv_len = call.q.shape[2], call.k.shape[2]
+    left, right, parts, pages = cast(int | None, None), cast(int | None, 0), 1, 0
+    if call.pages is None:
+        left = cast(Intervals, call.mask.intervals).left
+    else:
+        band = cast(Band, _band_in(call.pages, call))
+        left, right = band.left, _reaching(band.right, q_len)
+        parts, pages = _parts_of_pages(*call.kv), len(call.pages.k_cache)
+    left = _reaching(left, kv_len)
+    return Fa4EndKernel(left, right, call.scale, call.cap, call.with_lse, (q_len, kv_len), parts, pages)
 
-    lengths: numbers of queries and of keys of a call whose queries start where a tensor says; None for pages.
-    parts: in how many pages the kernel reads each page of the caches.
-    pages: the number of pages of the caches, 0 without pages.
+
+class Ends(NamedTuple):
+    """Where the keys of each batch element end."""
+
+    ends: Tensor  # the number of keys that the kernel is told of, int32 [B]
+    table: Tensor | None  # the page table as the kernel takes it, int32
+
+    @property
+    def nbytes(self) -> int:
+        return self.ends.nbytes + (0 if self.table is None else self.table.nbytes)
+
+
+@dataclass(frozen=True)
+class Fa4EndKernel(Kernel):
+    """FlashAttention 4 where it is told where the keys of each batch element end.
+
+    The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
+    are the queries, or of the keys up to the last query's position.
     """
 
     left: int | None
@@ -297,89 +345,45 @@ class _Fixed(NamedTuple):
     scale: float | None
     cap: float | None
     with_lse: bool
-    lengths: tuple[int, int] | None
-    parts: int
-    pages: int
+    lengths: tuple[int, int]  # numbers of queries and of keys
+    parts: int  # in how many pages the kernel reads each page of the caches
+    pages: int  # the number of pages of the caches, 0 without pages
 
+    def forms(self, plans: Plans) -> tuple[Ends]:
+        if plans.pages is None:
+            return (Ends(_ends(plans.mask.intervals.offset, self.lengths), None),)
+        lens, table = plans.pages.lens.detach(), plans.pages.table.detach()
+        sees_all = self.left is None and self.right in (None, 0)
+        # The kernel reads whole tiles of keys, and entries of keys that no query sees may be anything.
+        table = table if sees_all else table.clamp(0, self.pages - 1)
+        return (Ends(_in_int32(lens), _in_parts(table, self.parts)),)
 
-@dataclass(frozen=True)
-class Fa4EndReplay(Replay):
-    """A call of FlashAttention 4 without q, k and v, which is told where the keys of each batch element end.
+    def first(self, call: Call) -> Result:
+        _announce(call)
+        return super().first(call)
 
-    The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
-    are the queries, or of the keys up to the last query's position.
-
-    given: the tensors of the call: the lengths of sequences and their page table, or where queries start.
-    ends: the number of keys that the kernel is told of, int32 [B].
-    table: the page table as the kernel takes it, int32, or None.
-    """
-
-    fixed: _Fixed
-    given: tuple[Tensor, ...]
-    ends: Tensor
-    table: Tensor | None
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("intervals",) if self.table is None else ("pages",)
-
-    @property
-    def nbytes(self) -> int:
-        return self.ends.nbytes + (self.table.nbytes if self.table is not None and self.fixed.parts > 1 else 0)
-
-    @classmethod
-    def of(cls, call: Call) -> Fa4EndReplay:
-        q_len, kv_len = call.q.shape[2], call.k.shape[2]
-        right: int | None = 0
-        if call.pages is None:
-            intervals = cast(Intervals, call.mask.intervals)
-            left, lengths, parts, pages = intervals.left, (q_len, kv_len), 1, 0
-            given = [cast(Tensor, intervals.offset)]
-        else:
-            band = cast(Band, _band_in(call.pages, call))
-            left, right, lengths = band.left, _reaching(band.right, q_len), None
-            parts, pages = _parts_of_pages(*call.kv), len(call.pages.k_cache)
-            given = [call.pages.lens.detach(), call.pages.table.detach()]
-        fixed = _Fixed(_reaching(left, kv_len), right, call.scale, call.cap, call.with_lse, lengths, parts, pages)
-        return cls._made(fixed, given)
-
-    @classmethod
-    def _made(cls, fixed: _Fixed, given: Sequence[Tensor]) -> Fa4EndReplay:
-        if fixed.lengths is None:
-            sees_all = fixed.left is None and fixed.right in (None, 0)
-            # The kernel reads whole tiles of keys, and entries of keys that no query sees may be anything.
-            table = given[1] if sees_all else given[1].clamp(0, fixed.pages - 1)
-            return cls(fixed, tuple(given), _in_int32(given[0]), _in_parts(table, fixed.parts))
-        return cls(fixed, tuple(given), _ends(given[0], fixed.lengths), None)
-
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        fixed = self.fixed
-        return self.given, [], lambda read, captured: Fa4EndReplay._made(fixed, read)
-
-    def refresh(self) -> None:
-        if self.fixed.lengths is not None:
-            self.ends.copy_(_ends(self.given[0], self.fixed.lengths))
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Ends
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
         k, v: caches [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv] where there is a page table.
 
         Raises Unavailable if flash-attn-4 cannot compile the call.
         """
-        fixed = self.fixed
-        arguments = {"seqused_k": self.ends, "softmax_scale": fixed.scale}
-        arguments |= fa4_kernel.window_arguments(fixed.left, fixed.right)
+        (ends, table), parts = forms[0], self.parts
+        arguments = {"seqused_k": ends, "softmax_scale": self.scale}
+        arguments |= fa4_kernel.window_arguments(self.left, self.right)
         q, k, v = with_rows_together(q.detach(), k.detach(), v.detach())
-        if self.table is None:
+        if table is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
-            arguments["page_table"] = self.table
-        if fixed.parts > 1:
+            arguments["page_table"] = table
+        if parts > 1:
             k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
         with _failures_are_unavailable():
-            out, lse = fa4_kernel.forward(q.transpose(1, 2), k, v, arguments, fixed.cap)
-        return out.transpose(1, 2), lse if fixed.with_lse else None
+            out, lse = fa4_kernel.forward(q.transpose(1, 2), k, v, arguments, self.cap)
+        return out.transpose(1, 2), lse if self.with_lse else None
 
 
 def _reaching(count: int | None, length: int) -> int | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,22 +17,21 @@ from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
     Call,
-    Maker,
+    Kernel,
+    Plans,
     Refused,
-    Replay,
     Result,
     Unavailable,
     exports_any_length,
     first_line,
-    proven,
     raise_passing_error,
     transformed,
     with_gradients_once,
 )
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner
 from flexmasks.backends.kernel_tiles import chosen_tiles
-from flexmasks.blocks.lists import lists_of, made_of
-from flexmasks.spec.structure import Opaque, flatten
+from flexmasks.blocks.lists import lists_of
+from flexmasks.spec.structure import flatten
 
 _log = logging.getLogger("flexmasks")
 _TILE = 128  # the most queries or keys of a tile
@@ -78,101 +75,118 @@ def _is_cut(length: int, size: int) -> bool:
     return size > _TILE and compat.has_static_value(length) and length % size > 0
 
 
-@dataclass(frozen=True)
-class FlexReplay(Replay):
-    """A call of compiled flex_attention without q, k and v."""
+class FlexForms(NamedTuple):
+    """The blocks of a mask with the function of partial ones, and a score change, as a compiled kernel takes them.
 
-    runner: Runner
+    shapes: of words and table of a mask that goes as data.
+    of_score: the key of the score change.
+    """
+
+    block_mask: Any
     score_mod: Callable[..., Tensor] | None
-    block_mask: Any  # a BlockMask
-    scale: float | None
-    kernel_options: dict[str, Any] | None
-    with_lse: bool
-    needs_grad: bool
-    is_flash: bool
-    is_data: bool = False  # the kernel reads the mask as data
-    calls_functions = True
-
-    @property
-    def block_size(self) -> tuple[int, int]:  # type: ignore[override]
-        height, width = self.block_mask.BLOCK_SIZE
-        return height, width
-
-    @property
-    def reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        return None if self.is_data else ("blocks", "functions")
+    of_score: Hashable
+    shapes: tuple[torch.Size, ...] | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
+        return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        functions, leaves = flatten((self.block_mask.mask_mod, self.score_mod))
-        if not functions.is_whole:
-            raise Opaque(functions.unreadable)
-        lengths, block_size = self.block_mask.seq_lengths, self.block_mask.BLOCK_SIZE
-        template = replace(self, block_mask=None, score_mod=None)
 
-        def make(lists: Sequence[Any], captured: Sequence[Any]) -> FlexReplay:
-            mask_mod, score_mod = functions.fill(captured)
-            call = copy.copy(template)  # at a third of the time of `replace`
-            block_mask = made_of(lengths, lists, block_size, mask_mod)
-            vars(call).update(block_mask=block_mask, score_mod=score_mod)
-            return call
+def kernel(call: Call, backend: str | None = None, as_data: bool | None = None) -> FlexKernel:
+    """Return the kernel of a call for torch's `backend` name.
 
-        return cast(Sequence[Tensor], lists_of(self.block_mask)), leaves.tensors, make
+    as_data: whether the kernel reads the mask as data; by default `forms.why_data` decides.
+    """
+    is_flash = backend == "FLASH"
+    if as_data is None:
+        as_data = bool(forms.why_data(call, for_flash=is_flash))
+    return FlexKernel(call, backend, as_data)
+
+
+class FlexKernel(Kernel):
+    """Compiled flex_attention."""
+
+    def __init__(self, call: Call, backend: str | None, as_data: bool) -> None:
+        self._is_flash, self._is_data = backend == "FLASH", as_data
+        self._needs_grad, self._with_lse, self._scale = call.needs_grad, call.with_lse, call.scale
+        self._what, self._of_mask, self._captured = call.what, call.kernel_key[0], call.shapes
+        self._score = forms.compiled_score(call, for_flash=self._is_flash)
+        known = as_data or call.mask.is_by_library or call.shapes is None or forms.has_failed(call)
+        self._may_be_data = not (known or self._is_flash)  # flex may compile what FLASH cannot
+        self._set_options(call, backend, {})
+        self._runners: dict[Hashable, Runner] = {}  # by the shapes of forms
+
+    def _set_options(self, call: Call, backend: str | None, more: dict[str, Any]) -> None:
+        chosen = _options(call, backend, more)
+        self._lengths = _lengths(call, chosen)
+        self._options = chosen or None
+        self._key = _key(call, backend, chosen, self._lengths)
 
     @property
-    def key(self) -> Hashable:
-        """Cache key of the compiled kernel."""
-        return self.runner.key
+    def key(self) -> Hashable:  # type: ignore[override]
+        return self._of_mask, self._key, self._is_data
 
-    @classmethod
-    def of(
-        cls, call: Call, backend: str | None, more_options: dict[str, Any] | None = None, as_data: bool | None = None
-    ) -> FlexReplay:
-        """Return a call for torch's `backend` name, with `more_options` besides its kernel options.
-
-        as_data: whether the kernel reads the mask as data; by default `forms.why_data` decides.
-        """
-        block_mask, of_mask, shapes = call.mask.blocks().block_mask, call.kernel_key[0], call.shapes
-        score_mod, of_score = forms.compiled_score(call, for_flash=backend == "FLASH")
-        if as_data is None:
-            as_data = bool(forms.why_data(call, for_flash=backend == "FLASH"))
-        if as_data:
-            data = call.mask.data()
-            words, table = data.shapes
-            of_mask = "data", words, _is_one(table[0]), table[1:]
-            block_mask = data.block_mask(for_flash=backend == "FLASH")
-            shapes = None if shapes is None else shapes[2:]
-        chosen = _options(call, backend, more_options)
-        if _lengths(call, chosen) == "padded":
+    def forms(self, plans: Plans) -> tuple[FlexForms]:
+        score_mod, of_score = self._score(plans.score)
+        if self._is_data:
+            data = plans.mask.data()
+            block_mask, shapes = data.block_mask(for_flash=self._is_flash), data.shapes
+        else:
+            block_mask, shapes = plans.mask.block_mask, None
+        if self._lengths == "padded":
             block_mask = padded.for_whole_blocks(block_mask)
-        key = _key((of_mask, of_score), call, backend, chosen, block_mask)
-        return cls(
-            runner=Runner(
-                call.what,
-                key,
-                shapes,
-                may_be_data=not (as_data or call.mask.is_by_library or shapes is None or forms.has_failed(call))
-                and backend != "FLASH",  # flex may compile what FLASH cannot
-            ),
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=call.scale,
-            kernel_options=chosen or None,
-            with_lse=call.with_lse,
-            needs_grad=call.needs_grad,
-            is_flash=backend == "FLASH",
-            is_data=as_data,
-        )
+        return (FlexForms(block_mask, score_mod, of_score, shapes),)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def runner(self, form: FlexForms) -> Runner:
+        """Return what runs the kernel for lists of these shapes."""
+        batch, heads = form.block_mask.kv_num_blocks.shape[:2]
+        which = form.of_score, batch, heads, form.shapes
+        runner = self._runners.get(which)
+        if runner is None:
+            of_mask, captured = self._of_mask, self._captured
+            if form.shapes is not None:
+                words, table = form.shapes
+                of_mask = "data", words, _is_one(table[0]), table[1:]
+                captured = None if captured is None else captured[2:]
+            key = of_mask, form.of_score, *self._key, form.block_mask.BLOCK_SIZE, _is_one(batch), heads
+            runner = self._runners[which] = Runner(self._what, key, captured, self._may_be_data)
+        return runner
+
+    def first(self, call: Call) -> Result:
+        """Run the first call of its kind. If shared memory is too small, smaller kernels are tried."""
+        may_shrink = not self._is_flash and call.is_cuda and not call.kernel_options
+        attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
+        for more_options in attempts:
+            if more_options:
+                self._set_options(call, None, more_options)
+                self._runners.clear()
+            try:
+                try:
+                    return super().first(call)
+                except NeedsData:
+                    forms.note_failed(call)
+                    self._may_be_data, self._is_data = False, bool(forms.why_data(call))
+                    self._runners.clear()
+                    return super().first(call)
+            except Unavailable as error:
+                if more_options is attempts[-1] or OUT_OF_RESOURCE not in str(error):
+                    raise
+                _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
+        raise AssertionError("the last attempt returns or raises")
+
+    def compiles(self, call: Call) -> str:
+        """Say whether a call would compile."""
+        return self.runner(*self.forms(call.plans)).compiles(call.q, call.k, call.v)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: FlexForms
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and lse or None.
 
         Raises Unavailable if the call cannot be compiled.
         """
-        if not self.needs_grad:
+        (form,) = forms
+        if not self._needs_grad:
             # On the CPU torch refuses tensors that require a gradient, even under no_grad. For a view it makes symbols
             # of its base's sizes, too, for which it may find no guard ("sources must not be empty for symbol").
             q, k, v = q.detach(), k.detach(), v.detach()
@@ -184,8 +198,8 @@ class FlexReplay(Replay):
                 'FlopCounterMode; pass backend="reference" there.'
             )
         try:
-            out, lse = self.runner(
-                q, k, v, self.score_mod, self.block_mask, self.scale, self.kernel_options, self.with_lse
+            out, lse = self.runner(form)(
+                q, k, v, form.score_mod, form.block_mask, self._scale, self._options, self._with_lse
             )
         except NeedsData:
             raise
@@ -194,18 +208,22 @@ class FlexReplay(Replay):
             raise Unavailable(first_line(error)) from error
         except Exception as error:  # FLASH compiles at the first call, and raises errors of any type
             raise_passing_error(error)
-            if not self.is_flash and not compat.compiler_is_off():
+            if not self._is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error
-        if self.needs_grad and not compat.is_compiling():
+        if self._needs_grad and not compat.is_compiling():
             out = with_gradients_once("flex", out, "CompiledFunction", by_compiler=True)
         return out, None if lse is None else lse.float()
 
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
     given = {**(call.kernel_options or {}), **(more_options or {})}
-    chosen = options(call.q, call.k, call.v, backend, given, call.mask.blocks().block_mask.BLOCK_SIZE)
+    chosen = options(call.q, call.k, call.v, backend, given, _block_size(call))
     return {**chosen, _ENDS_AT_TILES: True} if _lengths(call, chosen) else chosen
+
+
+def _block_size(call: Call) -> tuple[int, int]:
+    return cast(tuple[int, int], call.mask.block_size)
 
 
 def _lengths(call: Call, chosen: dict[str, Any]) -> str:
@@ -219,31 +237,27 @@ def _lengths(call: Call, chosen: dict[str, Any]) -> str:
     """
     if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
         return ""
-    lengths, block_size = (call.q.shape[2], call.k.shape[2]), call.mask.blocks().block_mask.BLOCK_SIZE
-    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, block_size, strict=True)):
+    lengths = call.q.shape[2], call.k.shape[2]
+    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, _block_size(call), strict=True)):
         return "whole"
     queries, elements = _LEAST_PADDED
     is_long = lengths[0] >= queries and call.q.numel() >= max(elements, call.k.numel())
     return "padded" if call.needs_grad and is_long and not (call.mask.is_given or call.learns) else ""
 
 
-def _key(
-    functions: tuple[Hashable, Hashable], call: Call, backend: str | None, chosen: dict[str, Any], block_mask: Any
-) -> tuple[Hashable, ...]:
-    """Return the key of a kernel, whose parts `_KEY_PARTS` names.
+def _key(call: Call, backend: str | None, chosen: dict[str, Any], lengths: str) -> tuple[Hashable, ...]:
+    """Return the parts of a kernel's key, named by `_KEY_PARTS`, between those of functions and of lists.
 
-    functions: the keys of mask and score. chosen: the kernel options.
+    chosen: the kernel options. lengths: what `_lengths` returns.
     """
     q, k, v = call.q, call.k, call.v
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
     may_decode = call.is_cuda and "BACKEND" not in chosen
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
     others = {name: value for name, value in chosen.items() if name != _ENDS_AT_TILES}
     return (
-        *functions, backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]),
-        _lengths(call, chosen), q.shape[1], k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale,
-        repr(others), torch.is_grad_enabled(), *learning, block_mask.BLOCK_SIZE, _is_one(batch), heads,
+        backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), lengths, q.shape[1],
+        k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale, repr(others), torch.is_grad_enabled(), *learning,
     )  # fmt: skip
 
 
@@ -318,37 +332,15 @@ def _reads_symbolic_sizes(call: Call) -> bool:
     return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
 
 
+def compiles(call: Call) -> str:
+    """Say whether a call would compile."""
+    return kernel(call).compiles(call)
+
+
 def adds_in_any_order(call: Call) -> str | None:
     """Return what the kernel adds in changing order, or None."""
     adds = call.is_cuda and call.learns
     return "the gradients of tensors that the score or mask reads, by atomic operations," if adds else None
-
-
-def run(call: Call, backend: str | None = None) -> Result:
-    """Run a call with torch's `backend` name, or torch's own choice.
-
-    If shared memory is too small, smaller kernels are tried.
-    """
-    may_shrink = backend is None and call.is_cuda and not call.kernel_options
-    attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
-    for more_options in attempts:
-        compiled = FlexReplay.of(call, backend, more_options)
-        try:
-            try:
-                return proven(call, compiled)
-            except NeedsData:
-                forms.note_failed(call)
-                return proven(call, FlexReplay.of(call, backend, more_options))
-        except Unavailable as error:
-            if more_options is attempts[-1] or OUT_OF_RESOURCE not in str(error):
-                raise
-            _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
-    raise AssertionError("the last attempt returns or raises")
-
-
-def compiles(call: Call, backend: str | None = None) -> str:
-    """Say whether a call would compile."""
-    return FlexReplay.of(call, backend).runner.compiles(call.q, call.k, call.v)
 
 
 # --- in graphs of torch.compile ---

@@ -6,7 +6,7 @@ import torch
 
 from flexmasks import compat
 from flexmasks.backends import fa4_package, flex, forms
-from flexmasks.backends.call import Call, Result
+from flexmasks.backends.call import Call, Kernel, Plans
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.sizes import capability
@@ -110,10 +110,20 @@ def adds_in_any_order(call: Call) -> str | None:
     return "the gradients of queries" if call.needs_grad else None
 
 
-def run(call: Call) -> Result:
-    """Run the call; raise Unavailable if it cannot be compiled."""
+def kernel(call: Call) -> Kernel:
     fa4_package.interface()  # what torch's kernel would import
-    return flex.run(_fitted(call), _FLASH)
+    return _Fitted(_fitted(call), _FLASH, bool(why_data(call)))
+
+
+class _Fitted(flex.FlexKernel):
+    """A kernel of FLASH, in blocks that fit it."""
+
+    def __init__(self, call: Call, backend: str | None, as_data: bool) -> None:
+        super().__init__(call, backend, as_data)
+        self._block_size = call.mask.block_size
+
+    def forms(self, plans: Plans) -> tuple[flex.FlexForms]:
+        return super().forms(plans._replace(mask=plans.mask.resized(self._block_size)))
 
 
 def why_data(call: Call) -> str:
@@ -128,4 +138,4 @@ def blocks(call: Call) -> Blocks:
 
 def compiles(call: Call) -> str:
     """Say whether the call would compile."""
-    return flex.compiles(_fitted(call), _FLASH)
+    return flex.kernel(_fitted(call), _FLASH).compiles(_fitted(call))

@@ -153,26 +153,26 @@ def _looked_at(call: Call, part: Any, is_score: bool, count: Callable[[int], int
     return reasons
 
 
-def compiled_score(call: Call, for_flash: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
-    """Return a call's score change as kernels can compute it, and its key.
+def compiled_score(call: Call, for_flash: bool) -> Callable[[Any], tuple[Callable[..., Tensor] | None, Hashable]]:
+    """Return what makes of a call's score change, or one that differs in the values of tensors only, the function that
+    kernels can compute, and its key.
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
     """
     key = call.kernel_key[1]
     if call.score is None:
-        return None, key
-    score_mod, numbers = call.score.mod(), call.numbers_of(call.score)
-    if numbers is None:
-        return score_mod, key
-    if for_flash or not numbers.are_inputs:
-        numbers.note_function(score_mod)
-    elif not is_capturing(call.q.device):
+        return lambda score: (None, key)
+    numbers = call.numbers_of(call.score)
+    if numbers is not None and (for_flash or not numbers.are_inputs):
+        numbers.note_function(call.score.mod())
+    elif numbers is not None and not is_capturing(call.q.device):
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        made = numbers.with_inputs(score_mod, dtype, call.q.device, (*call.q.shape[:3], call.k.shape[2]))
-        if made is not None:
-            return made
+        sizes = *call.q.shape[:3], call.k.shape[2]
+        if numbers.with_inputs(call.score.mod(), dtype, call.q.device, sizes) is not None:
+            device = call.q.device
+            return lambda score: score.numbers.with_inputs(score.mod(), dtype, device, sizes) or (score.mod(), key)
         numbers.warn()
-    return score_mod, key
+    return lambda score: (score.mod(), key)
 
 
 def why_data(call: Call, for_flash: bool = False) -> str:

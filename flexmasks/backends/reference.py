@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, Replay, Result, Unavailable, first_line
+from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.backends.waiting import Uncompiled, uncompiled
@@ -50,30 +50,28 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Attention(Replay):
-    """A call without q, k and v."""
+def kernel(call: Call) -> Kernel:
+    compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
+    return _Reference(call.scale, compiler_is_off, uncompiled(call))
 
-    score_mod: Callable[..., Tensor] | None
-    block_mask: compat.BlockMask
+
+@dataclass(frozen=True)
+class _Reference(Kernel):
     scale: float | None
     compiler_was_off: bool  # so that no faster backend could be chosen
     uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
+        return (BlocksAndScore.of(plans),)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: BlocksAndScore
+    ) -> tuple[Tensor, Tensor | None]:
         if self.uncompiled is not None:
             self.uncompiled.count(q, k, v)
         if self.compiler_was_off and not compat.compiler_is_off():
             raise Unavailable("torch.compile is switched on again")
-        return attend(q, k, v, self.score_mod, self.block_mask, self.scale)
-
-
-def run(call: Call) -> Result:
-    """Run the call."""
-    score_mod = None if call.score is None else call.score.mod()
-    compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
-    replay = _Attention(score_mod, call.mask.blocks().block_mask, call.scale, compiler_is_off, uncompiled(call))
-    return Result(*replay(call.q, call.k, call.v), replay)
+        return attend(q, k, v, forms[0].score_mod, forms[0].block_mask, self.scale)
 
 
 def attend(

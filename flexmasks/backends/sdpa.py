@@ -14,8 +14,7 @@ from flexmasks import checkpointing, compat
 from flexmasks.backends.call import (
     TRANSFORMED,
     Call,
-    Replay,
-    Result,
+    Kernel,
     exports_any_length,
     transformed,
     with_gradients_once,
@@ -47,35 +46,27 @@ def refuses(call: Call) -> str | None:
         return "it has no second derivative, which calls in float64 may need"
     if call.is_traced:  # torch cannot be asked for its kernel
         return _NO_KERNEL if call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3] else None
-    if not SdpaReplay.of(call).has_kernel(call.q, call.k, call.v):
+    if not kernel(call).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None
 
 
-def run(call: Call) -> Result:
-    """Run the call."""
-    replay = SdpaReplay.of(call)
-    return Result(*replay(call.q, call.k, call.v), replay)
+def kernel(call: Call) -> SdpaKernel:
+    window = cast(Window, call.mask.window)
+    if call.is_traced and exports_any_length(call.q, call.k):
+        # torch hides the keys that would be cut, and a cut compares lengths
+        window = replace(window, keys=(0, call.k.shape[2]))
+    return SdpaKernel(window, call.scale)
 
 
 @dataclass(frozen=True)
-class SdpaReplay(Replay):
-    """A call of scaled_dot_product_attention without q, k and v.
-
-    It is called with tensors of the same shapes, layouts, dtypes, devices and wishes for gradients, and under the same
-    settings of torch, so that torch takes the same kernel.
+class SdpaKernel(Kernel):
+    """scaled_dot_product_attention for q, k and v of one shape, layout, dtype, device and wish for gradients, and under
+    the same settings of torch, so that torch takes the same kernel.
     """
 
     window: Window
     scale: float | None
-
-    @classmethod
-    def of(cls, call: Call) -> SdpaReplay:
-        window = cast(Window, call.mask.window)
-        if call.is_traced and exports_any_length(call.q, call.k):
-            # torch hides the keys that would be cut, and a cut compares lengths
-            window = replace(window, keys=(0, call.k.shape[2]))
-        return cls(window, call.scale)
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""
@@ -84,7 +75,7 @@ class SdpaReplay(Replay):
             k, v = (x.new_empty(len(x), q.shape[1], *x.shape[2:]) for x in (k, v))
         return compat.fused_sdp_choice(q, k, v, **self._keywords(q, k)) != SDPBackend.MATH.value
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *_: Any) -> tuple[Tensor, None]:
         k, v = self.window.cut(k), self.window.cut(v)
         if _needs_repeated_heads(q, k):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

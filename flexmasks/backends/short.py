@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import short_gpu
 from flexmasks.backends.added import backward_on_cpu, forward_on_cpu, grouped, is_added, shows
-from flexmasks.backends.call import HALF_DTYPES, Call, Result, proven, transformed
-from flexmasks.backends.short_call import ShortReplay
+from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, transformed
+from flexmasks.backends.short_call import ShortKernel
 from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
-from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
-from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.traced import TracedScore
-from flexmasks.plans.whole import visible_in
+from flexmasks.plans.whole import Added, visible_in
 
 _ON_GPU = ("cuda",)
 
@@ -62,12 +61,17 @@ def plan(call: Call) -> str:
     return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
 
 
-def run(call: Call) -> Result:
-    """Run the call."""
+def kernel(call: Call) -> Kernel:
     if call.q.device.type in _ON_GPU:
-        return proven(call, short_gpu.GpuShortReplay.of(call))
-    replay = CpuShortReplay.of(call)
-    return Result(*replay(call.q, call.k, call.v), replay)
+        return short_gpu.kernel(call)
+    return CpuKernel(
+        scale=call.scale,
+        with_lse=False,
+        needs_grad=call.needs_grad,
+        sizes=(call.q.shape[0], call.q.shape[1]),
+        groups=call.q.shape[1] // call.k.shape[1],
+        uncompiled=uncompiled(call),
+    )
 
 
 # --- on a CPU ---
@@ -93,73 +97,84 @@ def refuses_on_cpu(call: Call) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class CpuShortReplay(ShortReplay):
-    """A call on a CPU without q, k and v."""
+class _Forms(NamedTuple):
+    """The whole mask, and what is added to scores."""
 
+    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    bias: Added | None  # what a score change adds
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
     hidden_rows: Tensor | None  # bool [B or 1, Hkv or 1, grouped heads * Q]: queries that see nothing, if there are any
     shows: bool  # whether torch's kernel shows all of `added`
-    uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
-
-    @classmethod
-    def of(cls, call: Call) -> CpuShortReplay:
-        if isinstance(call.mask, GivenPlan):
-            visible = visible_in(call.mask.blocks().block_mask, *call.q.shape[:2])
-        else:
-            visible = cast(MaskPlan, call.mask).whole.visible
-        bias = None if call.score is None else cast(ScorePlan, call.score).added
-        numbers = torch.zeros((), dtype=torch.float32, device="cpu") if bias is None else bias.product()
-        groups = call.q.shape[1] // call.k.shape[1]
-        hidden_rows = ~visible.any(-1)
-        added = torch.where(visible, numbers, -math.inf)
-        return cls(
-            visible=visible,
-            bias=bias,
-            scale=call.scale,
-            with_lse=False,
-            needs_grad=call.needs_grad,
-            added=grouped(added, groups),
-            shows=bias is None or shows(added),
-            uncompiled=uncompiled(call),
-            hidden_rows=grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
-        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping the call takes."""
-        return sum(x.nbytes for x in (self.visible, self.bias, self.added, self.hidden_rows) if x is not None)
+        tensors = self.visible, self.bias, self.added, self.hidden_rows
+        return sum(x.nbytes for x in tensors if x is not None)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read_by_backward(self) -> list[Tensor]:
+        return [self.visible, *(t for t in self.bias or () if t is not None)]
+
+
+@dataclass(frozen=True)
+class CpuKernel(ShortKernel):
+    """Short sequences on a CPU."""
+
+    sizes: tuple[int, int]  # batch size and number of heads
+    groups: int  # query heads of a key head
+    uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
+
+    def forms(self, plans: Plans) -> tuple[_Forms]:
+        if isinstance(plans.mask, GivenPlan):
+            visible = visible_in(plans.mask.block_mask, *self.sizes)
+        else:
+            visible = plans.mask.whole.visible
+        bias = None if plans.score is None else plans.score.added
+        numbers = torch.zeros((), dtype=torch.float32, device="cpu") if bias is None else bias.product()
+        hidden_rows = ~visible.any(-1)
+        is_hidden = bool(hidden_rows.any())
+        added = torch.where(visible, numbers, -math.inf)
+        return (
+            _Forms(
+                visible=visible,
+                bias=bias,
+                added=grouped(added, self.groups),
+                hidden_rows=grouped(hidden_rows[..., None], self.groups)[..., 0] if is_hidden else None,
+                shows=bias is None or shows(added),
+            ),
+        )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
+    ) -> tuple[Tensor, Tensor | None]:
         if self.uncompiled is not None:
             self.uncompiled.count(q, k, v)
-        return super().__call__(q, k, v)
+        return super().__call__(q, k, v, sinks, *forms)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return output and lse, see `ShortReplay.forward`.
+    def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return output and lse, see `ShortKernel.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
         """
-        if not self.shows:
-            return self.by_reference(q, k, v)[0], None
+        if not mask.shows:
+            return self.by_reference(mask, q, k, v)[0], None
         rows = self._rows(q, k)
-        out, lse = forward_on_cpu(rows, k, v, self.added, self.scale)
-        if self.hidden_rows is not None:
-            out.masked_fill_(self.hidden_rows[..., None], 0)
-            lse.masked_fill_(self.hidden_rows, 0)
+        out, lse = forward_on_cpu(rows, k, v, mask.added, self.scale)
+        if mask.hidden_rows is not None:
+            out.masked_fill_(mask.hidden_rows[..., None], 0)
+            lse.masked_fill_(mask.hidden_rows, 0)
         # In half precision the output of a score of +inf may be finite, the lse is not.
         if not bool((out.sum(dtype=torch.float32) + lse.sum()).isfinite()):
-            return self.by_reference(q, k, v)[0], None
+            return self.by_reference(mask, q, k, v)[0], None
         return out.reshape(q.shape), lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        *added: Tensor,
+        self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Return the gradients of q, k and v, None if one is not finite."""
         rows = self._rows(q, k)
         upstream, result = self._rows(d_out, k), self._rows(out, k)
-        grads = backward_on_cpu(upstream, rows, k, v, result, lse, self.added, self.scale)
+        grads = backward_on_cpu(upstream, rows, k, v, result, lse, mask.added, self.scale)
         if not bool(torch.stack([x.sum(dtype=torch.float32) for x in grads]).isfinite().all()):
             return None
         return grads[0].reshape(q.shape), grads[1], grads[2]

@@ -4,88 +4,100 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import Replay, Unavailable
+from flexmasks.backends.call import Kernel, Unavailable
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
 from flexmasks.kernels.direct import has_memory
 from flexmasks.plans.whole import Added
 
 
-@dataclass(frozen=True)
-class ShortReplay(Replay):
-    """Base of calls without q, k and v."""
+class ShortForms(Protocol):
+    """The whole mask, and what a score change adds."""
 
-    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
-    bias: Added | None  # what a score change adds
+    @property
+    def visible(self) -> Tensor:
+        """bool [B or 1, H or 1, Q or 1, KV or more]"""
+
+    @property
+    def bias(self) -> Added | None:
+        """Numbers that are made once."""
+
+    def read_by_backward(self) -> list[Tensor]:
+        """Return the tensors of the mask and the bias, which the backward pass reads again."""
+
+
+@dataclass(frozen=True)
+class ShortKernel(Kernel):
+    """Base of kernels that get the whole mask as a tensor."""
+
     scale: float | None
     with_lse: bool
     needs_grad: bool
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if compat.transforms_active():
             raise Unavailable("it does not run inside transforms of torch.func")
+        (mask,) = forms
+        added = self.added(mask)
         if not self.needs_grad:
-            out, lse = self.forward(q, k, v, *self.summand_numbers())
+            out, lse = self.forward(mask, q, k, v, *added)
             return out, lse if self.with_lse else None
-        results = _Attend.apply(self, q, k, v, *self.summand_numbers())
+        results = _Attend.apply(self, mask, q, k, v, *added)
         return results if self.with_lse else (results, None)
 
-    def summand_numbers(self) -> list[Tensor]:
+    def added(self, mask: Any) -> list[Tensor]:
         """Return what is added to the scores if it is made at each call, else nothing. It may learn."""
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients.
-
-        added: what `summand_numbers` returns.
-        """
+    def forward(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients."""
         raise NotImplementedError
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        *added: Tensor,
+        self, mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Return the gradients of q, k, v and what is added. The result is None if the reference is to compute them."""
         raise NotImplementedError
 
-    def read_by_backward(self) -> list[Tensor]:
-        """Return the tensors of the mask and the bias, which the backward pass reads again."""
-        return [self.visible, *(t for t in self.bias or () if t is not None)]
-
-    def by_reference(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
+    def by_reference(self, mask: ShortForms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse as the reference does, which reads nothing hidden."""
-        bias = added[0] if added else None if self.bias is None else self.bias.product()
+        bias = added[0] if added else None if mask.bias is None else mask.bias.product()
         share = q.shape[0] // bias.shape[0] if bias is not None else 1
         score_mod = None if bias is None else functools.partial(_added_to, bias, share)
-        sizes = self.visible.shape[:2]  # the reference takes from the lists whether batch elements and heads differ
+        sizes = mask.visible.shape[:2]  # the reference takes from the lists whether batch elements and heads differ
         one = torch.ones(*sizes, 1, dtype=torch.int32, device=q.device)
         block_mask = compat.BlockMask.from_kv_blocks(
             one, torch.zeros_like(one)[..., None], BLOCK_SIZE=(q.shape[2], k.shape[2]),
-            mask_mod=functools.partial(_read, self.visible), seq_lengths=(q.shape[2], k.shape[2]),
+            mask_mod=functools.partial(_read, mask.visible), seq_lengths=(q.shape[2], k.shape[2]),
         )  # fmt: skip
         return attend(q, k, v, score_mod, block_mask, self.scale)
 
 
 class _Attend(compat.SingleLevelFunction):
-    """Attention by a call's own passes.
+    """Attention by a kernel's own passes.
 
-    The reference computes gradients where a call does not, and where torch looks inside.
+    The reference computes gradients where a kernel does not, and where torch looks inside.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ShortReplay, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Any:
-        out, lse = call.forward(q, k, v, *added)
-        ctx.call, ctx.inputs = call, 3 + len(added)
+    def forward(
+        ctx: Any, kernel: ShortKernel, mask: ShortForms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor
+    ) -> Any:
+        out, lse = kernel.forward(mask, q, k, v, *added)
+        ctx.kernel, ctx.mask, ctx.inputs = kernel, mask, 3 + len(added)
         ctx.set_materialize_grads(False)
         # A change of the mask's tensors in place, as by `Plan.update`, raises torch's own error.
-        ctx.save_for_backward(out, lse, q, k, v, *added, *call.read_by_backward())
-        return (out, lse) if call.with_lse else out
+        ctx.save_for_backward(out, lse, q, k, v, *added, *mask.read_by_backward())
+        return (out, lse) if kernel.with_lse else out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -96,15 +108,17 @@ class _Attend(compat.SingleLevelFunction):
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
         upstream = [d_out] if d_lse is None else [d_out, d_lse]
         looks_inside = differentiable or is_traced_or_transformed() or not all(map(has_memory, upstream))
-        grads = None if looks_inside or lse is None else ctx.call.backward(q, k, v, out, lse, d_out, d_lse, *added)
+        grads = None
+        if not looks_inside and lse is not None:
+            grads = ctx.kernel.backward(ctx.mask, q, k, v, out, lse, d_out, d_lse, *added)
         if grads is not None:
-            return None, *grads, *[None] * (ctx.inputs - len(grads))
-        needed = ctx.needs_input_grad[1:]
+            return None, None, *grads, *[None] * (ctx.inputs - len(grads))
+        needed = ctx.needs_input_grad[2:]
         inputs = [x for x, need in zip((q, k, v, *added), needed, strict=True) if need]
         with torch.enable_grad():
-            again = ctx.call.by_reference(q, k, v, *added)[: len(upstream)]
+            again = ctx.kernel.by_reference(ctx.mask, q, k, v, *added)[: len(upstream)]
         gradients = iter(torch.autograd.grad(again, inputs, upstream, create_graph=differentiable, allow_unused=True))
-        return None, *(next(gradients) if need else None for need in needed)
+        return None, None, *(next(gradients) if need else None for need in needed)
 
 
 def _read(table: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

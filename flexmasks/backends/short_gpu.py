@@ -13,25 +13,21 @@ output, which `attention` promises it does not, and it gives no lse.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
-from flexmasks.backends.short_call import ShortReplay
+from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, Unavailable
+from flexmasks.backends.short_call import ShortKernel
 from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
 from flexmasks.plans.bounds import SizedMask
-from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan, is_bias
 from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.plans.whole import Added, Summand, added_of, as_rows, spanned_of
-from flexmasks.spec.structure import Opaque
 from flexmasks.spec.values import Mask, Score
 
 _MAX_LENGTH = 4096  # of queries, and of keys
@@ -59,113 +55,97 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class GpuShortReplay(ShortReplay):
-    """A call on a GPU without q, k and v."""
+def kernel(call: Call) -> Kernel:
+    score = cast(ScorePlan | None, call.score)
+    is_summand = score is not None and (call.learns or score.is_bias)
+    return GpuKernel(
+        scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
+        with_lse=call.with_lse,
+        needs_grad=call.needs_grad,
+        summand=None if score is None or not is_summand else score.summand()._replace(tensors=()),
+        line=None if score is None or is_summand else score.line(),
+    )
 
-    spans: tuple[Tensor, Tensor]  # of the mask's tiles, see `kernels.whole_mask`
-    line: Line | None  # that the bias is, whatever tensors hold
-    kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
-    key = "short"  # of its kernels
-    summand: Summand | None = None  # in place of the bias
+
+class _Forms(NamedTuple):
+    """The whole mask, and what is added to scores."""
+
+    mask: WholeMask  # with the bias
+    bias: Added | None  # what a score change adds
+    summand: Summand | None  # in place of the bias
 
     @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("spanned", "added") if self.summand is None else ("spanned", "functions")
-
-    @property
-    def calls_functions(self) -> bool:  # type: ignore[override]
-        return self.summand is not None
-
-    @classmethod
-    def of(cls, call: Call) -> GpuShortReplay:
-        spanned = cast(MaskPlan, call.mask).spanned
-        spans = spanned.key_spans, spanned.query_spans
-        bias, line, summand = None, None, None
-        if call.score is not None and (call.learns or call.score.is_bias):
-            summand = cast(ScorePlan, call.score).summand()
-        elif call.score is not None:
-            bias, line = cast(ScorePlan, call.score).added, cast(ScorePlan, call.score).line()
-        scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-        common = spanned.visible, bias, scale, call.with_lse, call.needs_grad, spans, line
-        return cls(*common, summand=summand)
+    def visible(self) -> Tensor:
+        return self.mask.visible
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping the call takes."""
-        tensors = self.visible, self.bias, *self.spans
-        return sum(x.nbytes for x in tensors if x is not None)
-
-    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
-        bias = [] if self.bias is None else [t for t in self.bias if t is not None]
-        has_bias = self.bias is not None
-        if self.summand is not None and not self.summand.tensors:
-            raise Opaque("tensors of the score change that are not known")
-        summand = None if self.summand is None else self.summand._replace(tensors=())
-        template = copy.copy(self)  # at a third of the time of `replace`, as below
-        vars(template).update(visible=None, bias=None, spans=None, summand=summand)
-        vars(template).pop("mask", None)
-
-        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuShortReplay:
-            visible, *spans = read[:3]
-            call = copy.copy(template)
-            vars(call).update(visible=visible, spans=tuple(spans), bias=Added(*read[3:]) if has_bias else None)
-            if summand is not None:
-                vars(call).update(summand=summand._replace(tensors=captured))
-            return call
-
-        return [self.visible, *self.spans, *bias], [] if self.summand is None else self.summand.tensors, make
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not is_plain(q, k, v):
-            raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
-        return super().__call__(q, k, v)
+        return sum(t.nbytes for t in self.read_by_backward())
 
     def read_by_backward(self) -> list[Tensor]:
-        return [*self.spans, *super().read_by_backward()]
+        return [*self.mask[:3], *(t for t in self.bias or () if t is not None)]
 
-    def summand_numbers(self) -> list[Tensor]:
-        return [] if self.summand is None else [self.summand.numbers(self.visible)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class GpuKernel(ShortKernel):
+    """Short sequences on a GPU."""
+
+    line: Line | None  # that the bias is, whatever tensors hold
+    summand: Summand | None  # what makes the numbers at each call, without its tensors
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
+    key = "short"
+
+    def forms(self, plans: Plans) -> tuple[_Forms]:
+        summand = None if self.summand is None else plans.score.summand(self.summand)
+        bias = None if plans.score is None or summand is not None else plans.score.added
+        numbers, weight = (None, None) if bias is None else bias
+        numbers = None if self.line else numbers
+        visible, key_spans, query_spans = plans.mask.spanned
+        mask = WholeMask(visible, key_spans, query_spans, weight, numbers, self.line, cast(float, self.scale))
+        return (_Forms(mask, bias, summand),)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_plain(q, k, v):
+            raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
+        return super().__call__(q, k, v, sinks, *forms)
+
+    def added(self, mask: _Forms) -> list[Tensor]:
+        return [] if mask.summand is None else [mask.summand.numbers(mask.visible)]
+
+    def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = with_rows_together(q, k, v)
-        mask = self._mask_with(q, added)
-        out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
+        whole = _whole(mask, q, added)
+        out, lse = self._launched(q, k, v, whole).forward(q, k, v, whole)
         return out, lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        *added: Tensor,
+        self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         q, k, v, d_out = with_rows_together(q, k, v, d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        mask = self._mask_with(q, added)
+        whole = _whole(mask, q, added)
         learns = any(x.requires_grad for x in added)
-        kernels = self._kernels(q, k, v, mask)
-        return cast(tuple[Tensor, ...], kernels.backward(d_out, d_lse, q, k, v, out, lse, mask, learns))
+        launched = self._launched(q, k, v, whole)
+        return cast(tuple[Tensor, ...], launched.backward(d_out, d_lse, q, k, v, out, lse, whole, learns))
 
-    @functools.cached_property
-    def mask(self) -> WholeMask:
-        """The mask and what is added to scores, as kernels take them."""
-        numbers, weight = (None, None) if self.bias is None else self.bias
-        return WholeMask(
-            self.visible, *self.spans, weight, None if self.line else numbers, self.line, cast(float, self.scale)
-        )
-
-    def _mask_with(self, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
-        """Return the mask with numbers that are made at each call in place of the bias."""
-        return with_bias(self.mask, added[0], q.shape[0]) if added else self.mask
-
-    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
+    def _launched(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
         layout: Any = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
         if self.summand is not None and mask.bias is not None:
             layout = *layout, mask.bias.shape, mask.bias.stride(), mask.bias.dtype, mask.bias.data_ptr() % 16
-        kernels = self.kernels.get(layout)
-        if kernels is None:
+        launched = self.launches.get(layout)
+        if launched is None:
             from flexmasks.kernels.whole_mask_launch import kernels_of  # Triton is not installed on every system
 
-            kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
-        return kernels
+            launched = self.launches[layout] = kernels_of(q, k, v, mask)
+        return launched
+
+
+def _whole(mask: _Forms, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
+    """Return the mask with numbers that are made at each call in place of the bias."""
+    return with_bias(mask.mask, added[0], q.shape[0]) if added else mask.mask
 
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
-from flexmasks.backends.call import Call, Refused, Result, Unavailable, first_line, must_be_deterministic
+from flexmasks.backends.call import Call, Kernel, Refused, Result, Unavailable, first_line, must_be_deterministic
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
@@ -39,7 +39,7 @@ class Backend:
 
     name: str
     refuses: Callable[[Call], str | None]  # why it cannot run a call, or None
-    run: Callable[[Call], Result]
+    kernel: Callable[[Call], Kernel]
     adds_in_any_order: Callable[[Call], str | None] = lambda call: None  # what it sums in changing order, or None
     compiles: Callable[[Call], str] = lambda call: "no: it runs without compiling"  # whether it would, in words
     recompiles_on: str = ""  # changes that make it compile again
@@ -55,22 +55,22 @@ BACKENDS = {
     b.name: b
     for b in (
         Backend(
-            "fa4", fa4.refuses, fa4.run, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan,
+            "fa4", fa4.refuses, fa4.kernel, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan,
             reads_pages=True, can_be_traced=True,
         ),
-        Backend("decode", decode.refuses, decode.run, plan=decode.plan, reads_pages=True),
-        Backend("sdpa", sdpa.refuses, sdpa.run, can_be_traced=True),
+        Backend("decode", decode.refuses, decode.kernel, plan=decode.plan, reads_pages=True),
+        Backend("sdpa", sdpa.refuses, sdpa.kernel, can_be_traced=True),
         Backend(
-            "flex_flash", flex_flash.refuses, flex_flash.run, flex_flash.adds_in_any_order, flex_flash.compiles,
+            "flex_flash", flex_flash.refuses, flex_flash.kernel, flex_flash.adds_in_any_order, flex_flash.compiles,
             _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks, can_be_traced=True,
         ),
         Backend(
-            "flex", flex.refuses, flex.run, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON, forms.why_data,
-            reads_any_dtype=True, can_be_traced=True,
+            "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON,
+            forms.why_data, reads_any_dtype=True, can_be_traced=True,
         ),
-        Backend("short", short.refuses, short.run, compiles=waiting.compiles, plan=short.plan, can_be_traced=True),
+        Backend("short", short.refuses, short.kernel, compiles=waiting.compiles, plan=short.plan, can_be_traced=True),
         Backend(
-            "reference", reference.refuses, reference.run, compiles=waiting.compiles, reads_any_dtype=True,
+            "reference", reference.refuses, reference.kernel, compiles=waiting.compiles, reads_any_dtype=True,
             can_be_traced=True,
         ),
     )
@@ -234,7 +234,7 @@ def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) ->
     check(call, name)
     if name != "auto":
         try:
-            result = BACKENDS[name].run(call)
+            result = BACKENDS[name].kernel(call).first(call)
             warn_of_order(name, call)
             return result
         except Unavailable as error:
@@ -244,7 +244,7 @@ def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) ->
         if _reason_against(backend, call) is not None:
             continue
         try:
-            result = backend.run(call)
+            result = backend.kernel(call).first(call)
         except Exception as error:  # kernels raise errors of any type
             if isinstance(error, Refused) or passing_error(error) is not None:
                 raise

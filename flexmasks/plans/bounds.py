@@ -103,18 +103,12 @@ class RecordedPlan:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
         """The arguments and the blocks of a mask with these tensors."""
-        made = self.make(inputs)
-        count = len(made) - len(self._index_bounds)
-        return Resolved(self._arguments.fill(made[count:]), replace(self._layout, indices=tuple(made[:count])))
-
-    def make(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The index tensors, and behind them the tensors among the arguments."""
         made = self._recorded(inputs)
         count = len(made) - len(self._index_bounds)
         for tensor, index_bounds in zip(made[count:], self._index_bounds, strict=True):
             if index_bounds is not None:
                 tensor.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
-        return made
+        return Resolved(self._arguments.fill(made[count:]), replace(self._layout, indices=tuple(made[:count])))
 
 
 def taken_apart(resolved: Any) -> tuple[Structure | None, list[Tensor]]:

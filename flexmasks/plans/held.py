@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import FunctionType
 from typing import Any, ClassVar, cast
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.blocks.lists import lists_of
 from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
-from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.recorded import Form
-from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import Offset, sized
 from flexmasks.spec.parameters import Size, describe, in_message, listed
 from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
@@ -30,40 +28,57 @@ State = tuple[list[int], list[Hashable]]  # versions of a plan's tensors, and ke
 
 @dataclass
 class Launch:
-    """A kernel that a plan has made ready for one kind of call.
+    """A kernel with its forms, which a plan has made ready for one kind of call.
 
-    forms: what it reads, each with the plan of the mask or score that it comes from, its name and its size of blocks.
-        None if they cannot be made again in the same memory.
+    plans: what the forms were made of. None if they cannot be made again in the same memory.
     """
 
-    replay: Any
-    forms: list[tuple[MaskPlan | ScorePlan, str, tuple[int, int] | None, Form]] | None
+    ready: Any
+    plans: Any = None
     is_in_graph: bool = False  # a CUDA graph holds it
 
-    def with_new_values(self, known: set[int]) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the tensors that it reads, each with its new value, or None if they cannot have it.
-
-        known: ids of tensors whose new values other launches have made, to which these are added.
-        """
-        if self.forms is None:
+    def with_new_values(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the tensors that the kernel reads, each with its new value, or None if they cannot have it."""
+        if self.plans is None:
             return None
-        pairs: list[tuple[Tensor, Tensor]] = []
-        own: set[int] = set()
-        for plan, name, block_size, form in self.forms:
-            ids = set(map(id, form.tensors))
-            if not form.inputs or ids <= known | own:
-                continue
-            own |= ids
-            try:
-                made = plan.again().form(name, block_size).tensors
-            except Opaque:
-                return None
-            layouts = ([(t.shape, t.dtype) for t in tensors] for tensors in (form.tensors, made))
-            if next(layouts) != next(layouts):
-                return None
-            pairs += [(old, new) for old, new in zip(form.tensors, made, strict=True) if old is not new]
-        known |= own  # only now: a launch that is forgotten makes no values for others
-        return pairs
+        mask, score, _ = self.plans
+        try:
+            again = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
+            made, own = _Parts(self.ready.kernel.forms(again)), _Parts(self.ready.forms)
+        except Opaque:
+            return None
+        if own.others != made.others:
+            return None
+        pairs = zip(own.tensors, made.tensors, strict=True)
+        return [(old, new) for old, new in pairs if old.data_ptr() != new.data_ptr()]
+
+
+class _Parts:
+    """The tensors in forms, and what else there is: shapes, numbers, keys of functions."""
+
+    def __init__(self, forms: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self.others: list[Any] = []
+        self._take(forms)
+
+    def _take(self, part: Any) -> None:
+        if isinstance(part, Tensor):
+            self.tensors.append(part)
+            self.others.append((part.shape, part.dtype))
+        elif isinstance(part, compat.BlockMask):
+            self._take((lists_of(part), part.mask_mod, part.seq_lengths, part.BLOCK_SIZE))
+        elif isinstance(part, tuple | list):
+            self.others.append(len(part))
+            for inner in part:
+                self._take(inner)
+        elif is_dataclass(part):
+            self._take([getattr(part, field.name) for field in fields(part)])
+        elif callable(part):
+            structure, leaves = flatten(part)
+            self.others.append(structure.key)
+            self._take(leaves.tensors)
+        else:
+            self.others.append(part)
 
 
 @dataclass
@@ -187,7 +202,7 @@ class HeldPlan(AsAttentionMask):
         new = {name: self._checked(name, value) for name, value in given.items()}
         if self.sizes.device == _HOST:
             self._check_new_values(new)
-        held = [key for key, launch in self.launches.items() if launch.is_in_graph and launch.forms is None]
+        held = [key for key, launch in self.launches.items() if launch.is_in_graph and launch.plans is None]
         if held:
             raise RuntimeError(
                 "flexmasks.Plan.update: a CUDA graph holds a call whose backend reads values of tensors when it plans; "
@@ -206,8 +221,6 @@ class HeldPlan(AsAttentionMask):
                 raise
         with torch.inference_mode():  # what a call inside it has made can be written nowhere else
             _write(pairs)
-            for launch in self.launches.values():
-                launch.replay.refresh()
         self._versions = self._present_versions()
 
     def _checked(self, name: str, value: Any) -> Tensor:
@@ -269,8 +282,7 @@ class HeldPlan(AsAttentionMask):
 
     def _with_new_values(self) -> list[tuple[Tensor, Tensor]]:
         """Return what calls read, with new values, and forget the calls that cannot have them."""
-        known: set[int] = set()
-        found = {key: launch.with_new_values(known) for key, launch in self.launches.items()}
+        found = {key: launch.with_new_values() for key, launch in self.launches.items()}
         forgotten = [key for key, pairs in found.items() if pairs is None]
         if any(self.launches[key].is_in_graph for key in forgotten):
             raise RuntimeError(

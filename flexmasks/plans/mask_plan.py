@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -22,15 +22,15 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, taken_apart, unread
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.plan import PROGRAMS, Kind, Plan, Prepared, cannot_record, with_contiguous_tensors
-from flexmasks.plans.recorded import Form, memory_of_graph
+from flexmasks.plans.recorded import memory_of_graph
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset, is_capturing, shifted_mask, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
-from flexmasks.spec.aliases import Aliases
+from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
@@ -53,7 +53,6 @@ _MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
 class _PreparedMask(Prepared):
     layout: Layout
     why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
-    recorded: RecordedPlan | None = None  # the plan that they came from
 
     @property
     def nbytes(self) -> int:
@@ -88,27 +87,19 @@ class MaskPlan(Plan):
         exact: bool = True,
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
-        self.mask, self.open_extents, self._may_lift = mask, open_extents, lift
+        self.open_extents, self.block_size, self._exact = open_extents, block_size, exact
         self._allows_bounds = allows_bounds and self._kind_key is not None
-        self._exact = exact
+        self._start()
+
+    @property
+    def mask(self) -> Mask:
+        return cast(Mask, self.value)
+
+    def _start(self) -> None:
         self._wants_bits = False  # until the mask is asked for as data
-        self._start_in(block_size)
-
-    def again(self) -> MaskPlan:
-        return MaskPlan(
-            self.mask, self.size, self.offset, lift=self._may_lift, block_size=self.block_size,
-            open_extents=self.open_extents, aliases=Aliases(), allows_bounds=self._allows_bounds,
-            exact=self._exact,
-        )  # fmt: skip
-
-    def _start_in(self, block_size: tuple[int, int]) -> None:
-        self.block_size = block_size
         self._too_large = ""  # why the mask cannot be data, once that is known
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
         self._resized: dict[tuple[int, int], MaskPlan] = {}
-        self.spread = []
-        for made in ("_prepared", "block_mask"):
-            vars(self).pop(made, None)
 
     def resized(self, block_size: tuple[int, int]) -> MaskPlan:
         """The plan of the same mask in blocks of another size, made once."""
@@ -116,7 +107,10 @@ class MaskPlan(Plan):
             return self
         if block_size not in self._resized:
             plan = self._resized[block_size] = copy.copy(self)
-            plan._start_in(block_size)
+            plan.block_size = block_size
+            plan._start()
+            for made in ("_prepared", "block_mask"):
+                vars(plan).pop(made, None)
         return self._resized[block_size]
 
     @functools.cached_property
@@ -137,7 +131,6 @@ class MaskPlan(Plan):
         self._check_values()
         if self.size.device.type != "cpu":
             self._check_first_values()
-        self._given = intervals
         offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
@@ -183,7 +176,7 @@ class MaskPlan(Plan):
             return self._build_exactly(why=kind.why_exact)
         self._check_values()
         arguments, layout = kind.recorded(inputs)
-        return _PreparedMask(arguments, self._offset_tensor(), layout, recorded=kind.recorded)
+        return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _build_by_bounds(self) -> _PreparedMask:
         """Plan by operations that a CUDA graph can hold, whose replays plan with the values that the tensors have."""
@@ -253,27 +246,6 @@ class MaskPlan(Plan):
         """The function of the BlockMask, without its blocks; values of tensors are checked."""
         resolved = self.mask.resolve(sized(self.size, self.offset))
         return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
-
-    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
-        """What a kernel reads: "blocks" with the tensors made for the function, "whole", "spanned" or "intervals"."""
-        if name == "intervals":
-            made, given = (
-                [x for x in (i.offset, i.lens) if isinstance(x, Tensor)]
-                for i in (cast(Intervals, self.intervals), self._given)
-            )
-            return Form(made, given, list)
-        if name in ("whole", "spanned"):
-            tensors = self.whole if name == "whole" else self.spanned
-            return Form(tensors, self.inputs, self._recorded.get(name))
-        if name != "blocks":
-            raise KeyError(name)
-        plan = self.resized(block_size or self.block_size)
-        prepared = plan._prepared
-        structure, made = taken_apart(prepared.resolved)
-        if self.inputs and structure is None:
-            raise Opaque("tensors inside objects")
-        program = None if prepared.recorded is None else prepared.recorded.make
-        return Form([*prepared.layout.indices, *made], self.inputs, program, plan.spread)
 
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
@@ -375,6 +347,7 @@ class GivenPlan:
     """A user's own BlockMask, in place of a MaskPlan."""
 
     tensors: tuple[Tensor, ...] = ()
+    size: Size | None = None
     is_given = True
     reads_data_as_fast = False
     window: Window | None = None
@@ -382,9 +355,12 @@ class GivenPlan:
     is_by_library = False
     what = "a given block mask"
 
+    _form: tuple[tuple[int, int], tuple[int, int], list[bool]]  # of a template: lengths, block size, which lists it has
+
     def __init__(self, block_mask: compat.BlockMask, aliases: Aliases | None = None) -> None:
         structure, leaves = flatten(block_mask.mask_mod)
-        captured = leaves.all_tensors
+        self._structure, captured = structure, leaves.all_tensors
+        self.inputs = [*captured, *(t for t in lists_of(block_mask) if t is not None)]
         self.opaque, self.holds_aliases = bool(structure.unreadable), False
         self.kernel_key: Hashable = "opaque", getattr(block_mask.mask_mod, "__code__", None)
         if not self.opaque:
@@ -402,6 +378,36 @@ class GivenPlan:
             block_mask = copy.copy(block_mask)
             block_mask.mask_mod = mask_mod
         self._block_mask = block_mask
+
+    def template(self) -> GivenPlan:
+        """Return the plan without its tensors, see `Plan.template`."""
+        if not (self.holds_aliases and self._structure.is_whole):
+            raise Opaque("a function of which no copy can hold other tensors")
+        template, blocks = copy.copy(self), self._block_mask
+        lists = [t is not None for t in lists_of(blocks)]
+        template.inputs, template._form = [], (blocks.seq_lengths, blocks.BLOCK_SIZE, lists)
+        for name in ("_block_mask", "numbers"):
+            vars(template).pop(name, None)
+        return template
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> GivenPlan:
+        """Return the plan that a template is of, for other inputs of the same layouts."""
+        plan, own = copy.copy(self), [in_one_piece(t.detach()) for t in tensors]
+        lengths, block_size, lists = self._form
+        in_order = iter(own[len(own) - sum(lists) :])
+        given = [next(in_order) if is_given else None for is_given in lists]
+        mask_mod = self._structure.fill(own[: len(own) - sum(lists)])
+        plan.inputs, plan._block_mask = list(tensors), made_of(lengths, given, block_size, mask_mod)
+        return plan
+
+    @property
+    def block_mask(self) -> compat.BlockMask:
+        return self._block_mask
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        height, width = self._block_mask.BLOCK_SIZE
+        return height, width
 
     def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
         """The plan if its blocks have this size: a user's own blocks have no other."""

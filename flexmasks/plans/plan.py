@@ -7,6 +7,7 @@ same lengths is planned once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flexmasks import compat
 from flexmasks.cache import ENTRY, KINDS, Part, identity
@@ -31,7 +33,7 @@ from flexmasks.spec.leaves import Leaves
 from flexmasks.spec.numbers import Numbers, seen_of
 from flexmasks.spec.parameters import Size, is_dense
 from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of, with_tensors
-from flexmasks.spec.values import Modifier, Spread
+from flexmasks.spec.values import Modifier
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
@@ -76,11 +78,18 @@ PROGRAMS: Part[Kind] = Part(KINDS, "programs")
 class Plan:
     """Base of MaskPlan and ScorePlan: a mask or score with a call's sizes.
 
-    Each step runs on demand.
+    Each form of it is made when it is asked for.
 
     With `lift`, numbers may become inputs of the kernel. With `aliases`, functions are bound to aliases of the
     tensors if that is possible (`holds_aliases`), so that the bound functions may be cached.
     """
+
+    _STATIC = frozenset(
+        (
+            "size", "offset", "lifted", "opaque", "unreadable", "holds_aliases", "_structure", "_key", "_kind_key",
+            "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact",
+        )
+    )  # fmt: skip # attributes that do not change with tensors
 
     def __init__(
         self, value: Modifier, size: Size, offset: Offset = 0, lift: bool = False, aliases: Aliases | None = None
@@ -89,12 +98,10 @@ class Plan:
         self._bound_to: tuple[Any, Offset] = value, offset
         self.holds_aliases = False
         structure, leaves = flatten(value)
-        self.tensors = leaves.all_tensors
+        self._structure, self.tensors = structure, leaves.all_tensors
         check_dense(value, leaves.tensors)
         if compat.transforms_active():
             check_unbatched(value, self.tensors, offset)
-        self.spread: Spread = []  # filled by `_bind`
-        self._recorded: dict[str, Recorded | None] = {}  # what made tensors, by their name
         self.unreadable = structure.unreadable
         self.opaque = bool(self.unreadable)  # it may change unnoticed, so nothing is cached
         self._key = None if self.opaque else structure.key
@@ -109,9 +116,36 @@ class Plan:
         if aliases is not None and not self.holds_aliases:
             self._bound_to = with_contiguous_tensors((value, offset), self.inputs)
 
+    def template(self) -> Self:
+        """Return the plan without its tensors and all that was made of them, see `with_tensors`. Raises Opaque."""
+        if self.opaque or not self._structure.is_whole:
+            raise Opaque(self.unreadable or "objects of which no copy can hold other tensors")
+        if not self.holds_aliases and not all(type(t) in (Tensor, Parameter) and not vars(t) for t in self.inputs):
+            raise Opaque("a tensor that learns beside one that has attributes")
+        template = copy.copy(self)
+        for made in {*vars(self)}.difference(self._STATIC):
+            del vars(template)[made]
+        template.offset = cast(int, self.offset if isinstance(self.offset, int) else None)
+        return template
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """Return the plan that a template is of, for other inputs of the same layouts."""
+        plan = copy.copy(self)
+        given = list(tensors)
+        in_pieces = [in_one_piece(t if t.requires_grad else t.detach()) for t in given]
+        of_offset = given.pop() if self.offset is None else self.offset
+        plan.tensors, plan.offset, plan.value = given, of_offset, self._structure.fill(given)
+        own_offset = in_pieces.pop() if self.offset is None else self.offset
+        plan._bound_to = self._structure.fill(in_pieces), own_offset
+        plan._start()
+        return plan
+
     def again(self) -> Self:
         """Return a new plan of the same mask or score change, for tensors that have new values."""
-        raise NotImplementedError
+        return self.template().with_tensors(self.inputs)
+
+    def _start(self) -> None:
+        """Begin without anything made."""
 
     @property
     def what(self) -> str:
@@ -224,7 +258,7 @@ class Plan:
         form: Callable[..., _P],
         make: Callable[[Any, Offset, Size], Sequence[Tensor]],
     ) -> _P:
-        """The tensors of a form, cached or made; `_recorded` then has the recorded operations that made them, if any.
+        """The tensors of a form, cached or made.
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
@@ -268,7 +302,6 @@ class Plan:
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not capturing:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
-        self._recorded[name] = kind.recorded
         return tensors
 
     def _offset_tensor(self) -> Tensor | None:
@@ -283,7 +316,7 @@ class Plan:
         """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
-        bound = value.bind(prepared.resolved, heads, self.spread, for_kernels=True)
+        bound = value.bind(prepared.resolved, heads, for_kernels=True)
         return bound, offset if prepared.offset is None else prepared.offset
 
 

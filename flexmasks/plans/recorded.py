@@ -11,14 +11,12 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.plans.tracing import Program, trace
-from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
 _MAX_ELEMENTS_IN_GRAPH = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
@@ -87,21 +85,6 @@ class Learning:
             with contextlib.suppress(RuntimeError):  # it reads values
                 self._program = trace(lambda *given: [self._function(given)], [t.detach() for t in tensors])
         return self._function(tensors) if self._program is None else self._program(*tensors)[0]
-
-
-class Form(NamedTuple):
-    """Tensors in which a kernel reads a mask or a score change, and what they are made from.
-
-    inputs: the tensors that they are made from.
-    program: makes them from other tensors in the places of the inputs. None if values that the host read decided: then
-        other tensors are planned from the start.
-    spread: numbers among the inputs that functions read for each head, see `Modifier.bind`.
-    """
-
-    tensors: Sequence[Tensor] = ()
-    inputs: Sequence[Tensor] = ()
-    program: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
-    spread: Spread = []  # noqa: RUF012 # it is not changed
 
 
 def _is_current(device: torch.device) -> bool:

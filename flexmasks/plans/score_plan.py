@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,16 +12,16 @@ from torch import Tensor
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.bounds import taken_apart, unread
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
-from flexmasks.plans.recorded import Form, Learning
+from flexmasks.plans.recorded import Learning
 from flexmasks.plans.sizes import Offset, is_capturing, shifted_score, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import Factors, cap_of, factors_of
 from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.structure import Opaque, flatten
+from flexmasks.spec.structure import flatten
 from flexmasks.spec.values import Score
 
 _BIASES = "dense_bias", "pair_bias"  # scores whose sum is their tensor
@@ -46,14 +47,12 @@ def _added(score: Score, offset: Offset, size: Size) -> Sequence[Tensor]:
 class ScorePlan(Plan):
     """A score change on its way to a score_mod."""
 
-    FORMS = "added", "functions"  # the names that `form` takes
-
     def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
         super().__init__(score, size, offset, aliases=aliases)
-        self.score = score
 
-    def again(self) -> ScorePlan:
-        return ScorePlan(self.score, self.size, self.offset, aliases=Aliases())
+    @property
+    def score(self) -> Score:
+        return cast(Score, self.value)
 
     def mod(self) -> Callable[..., Tensor]:
         """Return the score_mod, bound to the user's own tensors, or their aliases."""
@@ -86,30 +85,24 @@ class ScorePlan(Plan):
     def is_bias(self) -> bool:
         return is_bias(self.score, self.size)
 
-    def summand(self) -> Summand:
-        """The numbers that the score change adds as a function of its tensors; it must only add."""
+    def summand(self, known: Summand | None = None) -> Summand:
+        """The numbers that the score change adds as a function of its tensors; it must only add.
+
+        known: that of a score change which differs in the values of tensors only. A function that was recorded for it
+            is taken again.
+        """
         if self.is_bias:
             return Summand([self._bound_to[0].params["bias"]], lambda tensors, visible: as_rows(tensors))
         score_mod, size = self.mod(), self.size
         functions, leaves = flatten(score_mod)
         if not functions.is_whole:
             return Summand([], lambda _, visible: added_by(score_mod, size, visible))
+        if known is not None:
+            return known._replace(tensors=leaves.tensors)
         if self.is_by_library:  # whose derivatives are finite everywhere
             return Summand(leaves.tensors, Learning(lambda tensors: added_by(functions.fill(tensors), size)))
         # A user's function may do what its operations do not tell, as to read `tensor.data` or add hooks.
         return Summand(leaves.tensors, lambda tensors, visible: added_by(functions.fill(tensors), size, visible))
-
-    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
-        """What a kernel reads: "added", or what "functions" read of the user's tensors alone."""
-        if name == "added":
-            return Form([t for t in self.added if t is not None], self.inputs, self._recorded.get(name))
-        if name != "functions":
-            raise KeyError(name)
-        structure, made = taken_apart(self._prepared.resolved)
-        is_made = structure is None or bool(made)
-        if self.inputs and is_made and not (self.is_bias and isinstance(self.offset, int)):
-            raise Opaque("tensors that are made for the score change")
-        return Form(spread=self.spread)
 
     def line(self) -> Line | None:
         """The line that the added numbers are over the distance, or None."""

@@ -76,10 +76,6 @@ class Absent:
     """A parameter that `prepare` consumed and the function does not take."""
 
 
-# Pairs of a 0-dimensional tensor and the same number for each head.
-Spread = list[tuple[Tensor, Tensor]]
-
-
 class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
@@ -313,13 +309,12 @@ class Modifier(Readable):
         self,
         resolved: Mapping[str, Any],
         heads: int | None = None,
-        spread: Spread | None = None,
         for_kernels: bool = False,
     ) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
 
         With `heads`, the function reads 0-dimensional tensors by the head's index, because some kernels take no
-        0-dimensional tensors. Each of them is appended to `spread`, with the tensor in its place.
+        0-dimensional tensors.
         With `for_kernels`, the function is the one that kernels compute, see `register_mask(compiled=)`.
         """
         arguments: dict[str, Any] = {}
@@ -327,7 +322,7 @@ class Modifier(Readable):
             if isinstance(value, ResolvedInner):
                 source = self._given(value.source)
                 inner = zip(_modifiers_in(source), value.resolved, strict=True)
-                mods = (m.bind(r, heads, spread, for_kernels) for m, r in inner)
+                mods = (m.bind(r, heads, for_kernels) for m, r in inner)
                 made = tuple(next(mods) if isinstance(x, Modifier) else x for x in _parts_of(source))
                 arguments[name] = made if isinstance(source, tuple) else made[0]
             elif isinstance(value, Given):
@@ -341,8 +336,6 @@ class Modifier(Readable):
             numbers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.ndim == 0}
             if numbers:
                 over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
-                if spread is not None:
-                    spread += [(numbers[n], t) for n, t in over_heads.items()]
                 function = _by_head(function, over_heads)
                 arguments = {n: v for n, v in arguments.items() if n not in numbers}
         return _close(self.kind, function, arguments)

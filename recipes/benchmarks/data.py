@@ -193,8 +193,9 @@ def _made_data(call: Call) -> tuple[MaskData, float]:
 
 
 def _attend(call: Call, backend: str, form: str) -> Callable[..., Tensor]:
-    compiled = flex.FlexReplay.of(call, _TORCH_NAMES[backend], as_data=form == DATA)
-    return lambda q, k, v: compiled(q, k, v)[0]
+    kernel = flex.kernel(call, _TORCH_NAMES[backend], as_data=form == DATA)
+    forms = kernel.forms(call.plans)
+    return lambda q, k, v: kernel(q, k, v, None, *forms)[0]
 
 
 def _difference(outputs: dict[str, Tensor], dtype: torch.dtype) -> float | None:

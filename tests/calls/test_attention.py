@@ -50,7 +50,7 @@ import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import trees
 from flexmasks.backends import short, table, waiting
-from flexmasks.backends.call import Unavailable, proven
+from flexmasks.backends.call import Kernel, Ready, Unavailable, proven
 from flexmasks.orders import in_tiles, tile_order
 from flexmasks.planned import plan_call
 from flexmasks.request import Request
@@ -1564,26 +1564,31 @@ def test_selective_checkpointing_inside_other_modes(name: str, monkeypatch: pyte
         torch.testing.assert_close(graph(*others), region(*others))
 
 
+def _call_of(q: Tensor, k: Tensor, v: Tensor, key: str) -> Any:
+    return SimpleNamespace(q=q, k=k, v=v, kv=(k, v), sinks=None, needs_grad=True, outcome_key=key)
+
+
 @pytest.mark.usefixtures("cold")
 def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
     """What a backend saves to prove that it has gradients is not what the call saves."""
 
-    class Replay:
+    class Tried(Kernel):
         key = "tried out in a test"
 
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        def __call__(
+            self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+        ) -> tuple[Tensor, None]:
             return (q.exp() @ k.mT.exp()) @ v.sin(), None
 
-    tensors, replay = [torch.randn(1, 2, 5, 3, requires_grad=True) for _ in range(3)], Replay()
+    tensors, ready = [torch.randn(1, 2, 5, 3, requires_grad=True) for _ in range(3)], Ready(Tried(), ())
     calls = []
 
     def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, outcome_key="tried out")
-        calls.append(call)
-        return proven(call, replay).out.cos()
+        calls.append(_call_of(q, k, v, "tried out"))
+        return proven(calls[-1], ready).out.cos()
 
     got = torch.autograd.grad(checkpoint(region, *tensors, use_reentrant=False).sum(), tensors)
-    want = torch.autograd.grad(replay(*tensors)[0].cos().sum(), tensors)
+    want = torch.autograd.grad(ready(*tensors).out.cos().sum(), tensors)
     assert len(calls) == 2
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
@@ -1616,20 +1621,20 @@ def _storages_of_a_trial(fails: type[Exception] | None, hooks_are_allowed: bool)
                 raise fails("for a test")
             return gradient * ctx.saved_tensors[1]
 
-    class Replay:
+    class Forgotten(Kernel):
         key = f"forgotten in a test, {fails}, {hooks_are_allowed}"
 
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        def __call__(
+            self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+        ) -> tuple[Tensor, None]:
             return Fails.apply(q + k + v), None
 
     kept: list[Any] = []
-    call: Any = SimpleNamespace(
-        **dict.fromkeys("qkv", torch.randn(3, requires_grad=True)), needs_grad=True, outcome_key="?"
-    )
+    call = _call_of(*[torch.randn(3, requires_grad=True)] * 3, "?")
     forbidden = torch.autograd.graph.disable_saved_tensors_hooks("none here")
     with contextlib.nullcontext() if hooks_are_allowed else forbidden:
         try:
-            proven(call, Replay())
+            proven(call, Ready(Forgotten(), ()))
         except Unavailable:
             assert fails is ValueError
     return kept

@@ -24,6 +24,7 @@ from benchmarks.examples import on_device
 from flexmasks import calls, compat
 from flexmasks.backends import decode
 from flexmasks.backends.added import is_added
+from flexmasks.backends.call import Ready
 from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
 from flexmasks.plans.whole import Whole
@@ -403,7 +404,7 @@ def test_batch_elements_one_by_one() -> None:
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
     call = plan_call(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
-    parts = decode.CpuDecodeReplay.of(call).parts
+    parts = decode._parts(call.mask.whole.visible, len(q))
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
 
@@ -544,10 +545,11 @@ def bands() -> dict[str, flexmasks.Mask]:
     }
 
 
-def replay_of(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
+def ready(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
     call = plan_call(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
     assert decode.refuses(call) is None
-    return decode.replay_of(call)
+    kernel = decode.kernel(call)
+    return Ready(kernel, kernel.forms(call.plans))
 
 
 _BANDS = ["causal", "full", "window", "local", "both", "padded"]
@@ -565,7 +567,7 @@ def test_bands(name: str, q_len: int, way: str) -> None:
         for dtype in (torch.float32, torch.float16):
             check(tensors(q_len, dtype=dtype), mask, offset)
         if way != "cpu":
-            assert isinstance(replay_of(tensors(q_len), mask, offset).mask, Intervals)
+            assert isinstance(ready(tensors(q_len), mask, offset).forms[0], Intervals)
     if way != "cpu":
         assert flexmasks.cache_info()["plans"].parts["whole"].entries == 0
 
@@ -608,7 +610,7 @@ def test_what_is_no_band(way: str) -> None:
     ]
     for mask in masks:
         check(tensors(3), mask, 60)
-        assert isinstance(replay_of(tensors(3), mask, 60).mask, Whole)
+        assert isinstance(ready(tensors(3), mask, 60).forms[0], Whole)
 
 
 def test_values_of_bands_are_checked() -> None:

@@ -89,8 +89,8 @@ OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "compiled": ("flex", flex_kernels, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
-    "dense forward": ("short", short.CpuShortReplay, "forward", {"mask": "causal", "score": "alibi"}, True),
-    "dense backward": ("short", short.CpuShortReplay, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "dense forward": ("short", short.CpuKernel, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "dense backward": ("short", short.CpuKernel, "backward", {"mask": "causal", "score": "alibi"}, True),
     "plan": ("flex", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
 }
 
@@ -148,8 +148,8 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
     assert flexmasks.explain(*tensors, **call).backend == "flex"
 
 
-class _Kernel:
-    """A replay whose gradient fails."""
+class _Kernel(backends_call.Kernel):
+    """A kernel whose gradient fails."""
 
     key = "kernel"
 
@@ -157,7 +157,7 @@ class _Kernel:
         self.fault: Exception | None = fault
         self.runs = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any) -> tuple[Tensor, None]:
         self.runs += 1
         out = q + k + v
         if self.fault is not None and q.requires_grad:
@@ -172,17 +172,18 @@ class _Kernel:
 
 def test_a_kernel_is_proven_only_when_its_gradient_had_memory() -> None:
     q, k, v = _qkv(learns=True)
-    given: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, outcome_key="kind")
+    given: Any = SimpleNamespace(q=q, k=k, v=v, kv=(k, v), sinks=None, needs_grad=True, outcome_key="kind")
     kernel = _Kernel(MISSING)
+    ready = backends_call.Ready(kernel, ())
     for runs in (2, 4):  # each call tries the gradient, which finds no memory, and then runs
-        assert backends_call.proven(given, kernel).out.shape == q.shape
+        assert backends_call.proven(given, ready).out.shape == q.shape
         assert kernel.runs == runs
     kernel.fault = ValueError("no such kernel")
     with pytest.raises(backends_call.Unavailable, match="ValueError: no such kernel"):
-        backends_call.proven(given, kernel)
+        backends_call.proven(given, ready)
     kernel.fault, kernel.runs = None, 0
     for runs in (2, 3):
-        backends_call.proven(given, kernel)
+        backends_call.proven(given, ready)
         assert kernel.runs == runs
 
 
@@ -235,8 +236,8 @@ def test_a_full_gpu(mask: str) -> None:
 # --- backends that fail at run time ---
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
-    "sdpa": ("sdpa", "short", sdpa.SdpaReplay, "__call__", {"mask": "causal"}),
-    "short": ("short", "reference", short.CpuShortReplay, "__call__", {"mask": "sliding_window", "window": 20}),
+    "sdpa": ("sdpa", "short", sdpa.SdpaKernel, "__call__", {"mask": "causal"}),
+    "short": ("short", "reference", short.CpuKernel, "__call__", {"mask": "sliding_window", "window": 20}),
     "compiled": ("flex", "reference", flex_kernels, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
@@ -381,7 +382,7 @@ def test_torch_reaches_no_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_an_asked_backend_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = _qkv()
     with monkeypatch.context() as patched:
-        _fails(patched, sdpa.SdpaReplay, "__call__", ValueError("the kernel broke"))
+        _fails(patched, sdpa.SdpaKernel, "__call__", ValueError("the kernel broke"))
         with pytest.raises(ValueError, match="the kernel broke"):
             flexmasks.attention(*tensors, mask="causal", backend="sdpa")
     assert flexmasks.explain(*tensors, mask="causal").backend == "sdpa"
@@ -415,7 +416,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
 
     want = call(backend="reference")
     with monkeypatch.context() as patched:
-        _fails(patched, decode.CpuDecodeReplay, "__call__", RuntimeError("the kernel broke"), at)
+        _fails(patched, decode.CpuKernel, "__call__", RuntimeError("the kernel broke"), at)
         for _ in range(3):
             assert error(call(), want) < TOLERANCE[torch.float32]
     (message,) = _warnings(caplog)
@@ -423,7 +424,7 @@ def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog:
     assert error(call(), want) < TOLERANCE[torch.float32]
     with monkeypatch.context() as patched:
         flexmasks.clear_caches()
-        calls = _fails(patched, decode.CpuDecodeReplay, "__call__", MISSING)
+        calls = _fails(patched, decode.CpuKernel, "__call__", MISSING)
         with pytest.raises(torch.OutOfMemoryError):
             call()
         assert calls() == 1

@@ -7,7 +7,7 @@ import gc
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +21,7 @@ import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
 from flexmasks import Mask, calls, get_mask, planned
-from flexmasks.backends.call import CallKind
-from flexmasks.backends.flex import FlexReplay
+from flexmasks.backends.call import BlocksAndScore, Kernel, Kind, Plans
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.plans import lengths, mask_plan, plan, sizes, tracing
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
@@ -537,6 +536,13 @@ def test_one_tensor_in_two_places(device: str) -> None:
         check(left_tensor, left_tensor if left == right else torch.tensor(right, device=device))
 
 
+class _Functions(Kernel):
+    """A kernel that reads blocks."""
+
+    def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
+        return (BlocksAndScore.of(plans),)
+
+
 def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU functions read 0-dimensional tensors by the head's index."""
     monkeypatch.setattr(plan, "_SPREADS_ON", ("cpu",))  # kernels for the CPU take no such tensors: none is run
@@ -549,15 +555,12 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for n in (3, 4, 5):
         mask, numbers = two_windows(n)
-        aliases = Aliases()
-        of_mask = mask_plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
-        block_mask = of_mask.block_mask
-    runner: Any = None
-    call = FlexReplay(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
-    kind = CallKind(call, [of_mask.form("blocks")], aliases, numbers)
+        of_mask = mask_plan.MaskPlan(mask, size, aliases=Aliases(), allows_bounds=True)
+        assert of_mask.block_mask is not None
+    kind = Kind(_Functions(), Plans(of_mask), numbers, None)
     for n in (50, 7):
         mask, numbers = two_windows(n)
-        renewed = cast(FlexReplay, kind(numbers)).block_mask.mask_mod
+        renewed = kind(numbers).forms[0].block_mask.mask_mod
         shape = BATCH, HEADS, LENGTH, LENGTH
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 
@@ -573,7 +576,7 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
     params = NEW["documents"]("cpu")
     replay = calls.plan_again(q, q, q, Request(params={}, **params))
     assert replay is not None
-    assert error(replay(q, q, q)[0], expected([q, q, q], params, "cpu")) < 1e-5
+    assert error(replay(q, q, q).out, expected([q, q, q], params, "cpu")) < 1e-5
 
 
 @pytest.mark.parametrize("length", [64, 200, 640, 1280])

@@ -20,7 +20,7 @@ import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import calls, compat
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
-from flexmasks.backends.fa4 import Fa4Replay
+from flexmasks.backends.fa4 import Fa4Kernel, OfSequences
 from flexmasks.kernels import tanh
 from flexmasks.planned import plan_call
 from flexmasks.plans.windows import Window, window_of
@@ -48,7 +48,7 @@ def _shown_by_window(window: Window, q_len: int, kv_len: int) -> Tensor:
 def _shown_by_flash(window: Window, q_len: int, kv_len: int) -> Tensor:
     """Return what FlashAttention shows by its documentation: query i stands at key i + keys - queries."""
     first, last = window.keys
-    arguments = Fa4Replay(window, None, None, None, False)._arguments(q_len, last - first, None)
+    arguments = Fa4Kernel(window, False, None, None, False)._arguments(q_len, last - first, None)
     left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
     if arguments.get("causal"):
         assert left is right is None
@@ -236,7 +236,8 @@ def test_fa4_hides_padding(
     assert window is not None
     sequences = _sequences(window)
     by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
-    out, lse = Fa4Replay(window, sequences, None, None, True, by_head)(*learned)
+    kernel, (own_q, own_k, own_v, *own_sinks) = Fa4Kernel(window, True, None, None, True), learned
+    out, lse = kernel(own_q, own_k, own_v, *(own_sinks or [None]), OfSequences(sequences, by_head))
     assert lse is not None
     of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
     want, want_lse = _with_sinks(*of_mask, None if sinks is None else others[3])
@@ -498,12 +499,12 @@ def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: boo
         window = window_of(mask, size)
         assert window is not None
         sequences = _sequences(window)
-        # Without grouped heads, the same tokens are read head by head, as `Fa4Replay.of` does.
+        # Without grouped heads, the same tokens are read head by head, as `Fa4Kernel.forms` does.
         by_head = sequences.of_heads(4, q_len) if sequences.q is sequences.kv and not grouped else None
-        call = Fa4Replay(window, sequences, None, None, True, by_head)
+        kernel, form = Fa4Kernel(window, True, None, None, True), OfSequences(sequences, by_head)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    out, lse = call(q, k, v)
+    out, lse = kernel(q, k, v, None, form)
     assert lse is not None
     visible = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, device="cuda").cpu()
     want, want_lse = attend(*others, visible)
