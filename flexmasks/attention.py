@@ -208,21 +208,25 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
-    q, k, v = _with_heads_first(layout, q, k, v)
-    _check_return_max(return_max)
-    mask, block_mask = _mask_or_blocks(mask, block_mask)
+    if layout != "bhsd":
+        q, k, v = _with_heads_first(layout, q, k, v)
+    if return_max is not False:
+        _check_return_max(return_max)
+    if block_mask is None and hasattr(mask, "kv_num_blocks"):
+        mask, block_mask = None, mask
+    scale = scale if scale is None else as_number(scale)
+    q_offset = q_offset if q_offset is None else _on_device_of(q, q_offset)
     request = later.request.Request(
-        mask, score, params, as_number(scale), block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
-        kernel_options,
-    )  # fmt: skip
+        mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
+    )
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
     if return_max and is_sharded:
         raise TypeError("flexmasks.attention: `return_max` takes no DTensors.")
-    run: Any = later.sharded.run if is_sharded else later.calls.run
+    run: Any = later.sharded.run if is_sharded else later.road.attend
     out, lse = run(q, k, v, request)
     out = out.transpose(1, 2) if layout == "bshd" else out
     if return_max:
-        greatest = later.calls.greatest(q, k, v, request)
+        greatest = later.road.greatest(q, k, v, request)
         return (out, lse, greatest) if return_lse else (out, greatest)
     return (out, lse) if return_lse else out
 
@@ -600,7 +604,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     own |= {"scale": as_number(own.get("scale")), "q_offset": _on_device_of(q, own.get("q_offset"))}
     own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))
     with compat.keeping_environment():
-        return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))
+        return later.road.explain(q, k, v, later.request.Request(params=arguments, **own))
 
 
 def _with_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

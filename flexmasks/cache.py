@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,11 +45,6 @@ class _Entry(Generic[Value]):
     nbytes: int
     made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors, and the `identity` that each had
     used: bool = False  # used since it became the newest entry
-
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the value was made from these tensors, and none has changed since."""
-        pairs = zip(self.made_from, tensors, strict=True)
-        return all(ref() is tensor and identity(tensor) == former for (ref, former), tensor in pairs)
 
 
 # One lock for all caches. It is re-entrant: a tensor may die on any line here, and call `_forget` of any cache.
@@ -127,11 +122,14 @@ class Part(Generic[Value]):
         with self._lock:
             entry = self._cache.entries.get(full_key)
             if entry is not None:
-                if not tensors or entry.is_of(tensors):
+                for (ref, former), tensor in zip(entry.made_from, tensors, strict=True):
+                    if ref() is not tensor or identity(tensor) != former:
+                        self._forget(full_key)
+                        break
+                else:
                     entry.used = True
                     self.hits += 1
-                    return cast(Value, entry.value)
-                self._forget(full_key)
+                    return entry.value  # type: ignore[no-any-return]
             self.misses += 1
             return None
 

@@ -100,9 +100,10 @@ def watched(results: Results, check_of: Callable[[], Callable[[], None]]) -> Res
 
     check_of: returns the check, which raises an error if the call would give other results.
     """
-    if any(x is not None and x.requires_grad for x in results):
-        return cast(Results, _Watched.apply(check_of(), *results)) if saves_by_hooks() else results
-    if nodes := _nodes_of_reentrant_checkpoints():
+    for x in results:
+        if x is not None and x.requires_grad:
+            return cast(Results, _Watched.apply(check_of(), *results)) if saves_by_hooks() else results
+    if not torch.is_grad_enabled() and (nodes := _nodes_of_reentrant_checkpoints()):
         check = check_of()
         for node in nodes:
             node.register_prehook(lambda _: check())

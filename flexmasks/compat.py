@@ -412,19 +412,18 @@ def in_foreign_dispatch_mode() -> bool:
 
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
-    return _in_transform("Vmap")
+    return _here.transforms_active() and _in_transform("Vmap")
 
 
 def _in_transform(name: str) -> bool:
-    if not _here.transforms_active():
-        return False
     return any(level.key().name == name for level in _here.transforms() or ())
 
 
 def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     # Dynamo traces torch.func.jvp without entering a level.
-    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0) or _in_transform("Jvp")
+    is_dual = bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+    return is_dual or (_here.transforms_active() and _in_transform("Jvp"))
 
 
 def in_function_without_gradients() -> bool:
@@ -584,20 +583,7 @@ def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
     return cast(Tensor, view(values, offsets, None, ragged_idx=jagged_dim))
 
 
-# --- scaled_dot_product_attention ---
-
-
-def sdp_settings() -> tuple[Any, ...]:
-    """Return the settings of torch on which its choice of a kernel depends.
-
-    torch gives no public answer about the order of its kernels, so a new order with the unfused kernel first goes
-    unnoticed where a call was made before: torch then runs that call unfused.
-    """
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-    )  # fmt: skip
+# --- processes ---
 
 
 # `ProcessGroup._get_backend` and `Options._timeout`: how long a process group waits, so that a second group of the

@@ -14,7 +14,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   was made of a mask or of tensors.
 - torch.compile: `is_compiling`, `constants`, `constant_in_graphs`. `group_timeout` and `all_to_all_single` stand for
   names of torch's processes that are not public in all of its versions.
-- A backend: `add_backend` takes a `Backend`, which decides on a `Call` and returns a `Result`, or raises `Unavailable`.
+- A backend: `add_backend` takes a `Backend`, which decides on a `Call` and has a `Kernel` for it, or raises
+  `Unavailable`.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ from flexmasks.spec.structure import key_of as _key_of
 from flexmasks.spec.values import Mask, Score
 
 if TYPE_CHECKING:
-    from flexmasks.backends.call import Call, Result, Unavailable
+    from flexmasks.backends.call import Call, Kernel, Unavailable
     from flexmasks.backends.table import Backend
     from flexmasks.compat import all_to_all_single
-    from flexmasks.planned import under_autocast
+    from flexmasks.layouts import under_autocast
     from flexmasks.sharded import as_sharded, check_placements, joined, users_line, whole
 
 # Names whose modules take long to import.
 _MODULES = {
-    **dict.fromkeys(("Call", "Result", "Unavailable"), "flexmasks.backends.call"),
+    **dict.fromkeys(("Call", "Kernel", "Unavailable"), "flexmasks.backends.call"),
     "Backend": "flexmasks.backends.table",
     "all_to_all_single": "flexmasks.compat",
-    "under_autocast": "flexmasks.planned",
+    "under_autocast": "flexmasks.layouts",
     **dict.fromkeys(("as_sharded", "check_placements", "joined", "users_line", "whole"), "flexmasks.sharded"),
 }
 
@@ -76,7 +77,7 @@ __all__ = [
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_compiling", "constants", "constant_in_graphs", "group_timeout", "all_to_all_single",
-    "add_backend", "Backend", "Call", "Result", "Unavailable",
+    "add_backend", "Backend", "Call", "Kernel", "Unavailable",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
@@ -266,12 +267,15 @@ def add_backend(backend: Backend) -> None:
     Raises ValueError if there is a backend of this name.
 
     Example:
-        >>> from flexmasks.extend import Backend, Call, Result, add_backend
+        >>> from flexmasks.extend import Backend, Call, Kernel, add_backend
         >>> def refuses(call: Call) -> str | None:
         ...     return "it has no gradients" if call.needs_grad else None
-        >>> def run(call: Call) -> Result:
-        ...     return Result(my_kernel(call.q, call.k, call.v, call.mask.blocks().block_mask), None)
-        >>> add_backend(Backend("mine", refuses, run))  # doctest: +SKIP
+        >>> class Mine(Kernel):
+        ...     def forms(self, plans):
+        ...         return (plans.mask.block_mask,)
+        ...     def __call__(self, q, k, v, sinks, /, block_mask):
+        ...         return my_kernel(q, k, v, block_mask), None
+        >>> add_backend(Backend("mine", refuses, lambda call: Mine()))  # doctest: +SKIP
     """
     from flexmasks.backends.table import BACKENDS  # its module takes long to import
 

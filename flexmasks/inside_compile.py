@@ -51,6 +51,7 @@ from flexmasks.blocks.bits import BITS, can_be_bits
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask
+from flexmasks.context import Context
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -210,7 +211,7 @@ def _attend(
         elif name == "short":
             out, lse = short_gpu.attend_traced(call)
         elif name == "reference":
-            if q.device.type != "cpu" or compat.transforms_active():
+            if q.device.type != "cpu" or call.context.has_transforms:
                 return (torch.empty(_MUST_TRACE),)
             out, lse = _by_tiles(call, lists, of_mask, encoded_score)
         else:
@@ -495,7 +496,7 @@ def _call_of(
         kernel_options={"given": True} if has_options else None,
         needs_grad=needs_grad,
         learns=learns,
-        is_traced=True,
+        context=Context.now(q.device)._replace(is_compiling=True),
     )
 
 

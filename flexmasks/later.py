@@ -1,4 +1,4 @@
-"""Modules that are imported at the first call: `later.calls` is `flexmasks.calls`.
+"""Modules that are imported at the first call: `later.road` is `flexmasks.road`.
 
 The public functions of `attention` read them here, so that processes that only make masks do not import them.
 """
@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexmasks import calls as calls
     from flexmasks import pages as pages
     from flexmasks import request as request
+    from flexmasks import road as road
     from flexmasks import sharded as sharded
     from flexmasks.backends import traced_blocks as traced_blocks
     from flexmasks.plans import lengths as lengths
     from flexmasks.plans import portable as portable
 
 _MODULES = {
-    "calls": "flexmasks.calls",
     "lengths": "flexmasks.plans.lengths",
     "pages": "flexmasks.pages",
     "portable": "flexmasks.plans.portable",
     "request": "flexmasks.request",
+    "road": "flexmasks.road",
     "sharded": "flexmasks.sharded",
     "traced_blocks": "flexmasks.backends.traced_blocks",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,19 +16,10 @@ from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.calls import keep, key_and_tensors, run, run_again, unseen
+from flexmasks.context import Context
 from flexmasks.kernels.sinks import with_sinks
+from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
-from flexmasks.planned import (
-    Planned,
-    inside_sequences,
-    learned_by,
-    learns_any,
-    plan_call,
-    sinks_of,
-    under_autocast,
-    with_sinks_of,
-)
 from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import (
     PAGED,
@@ -47,6 +37,20 @@ from flexmasks.plans.checks import (
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
 from flexmasks.plans.sizes import is_capturing, offset_of_last, offsets_of
 from flexmasks.request import Request
+from flexmasks.road import (
+    Known,
+    Planned,
+    attend,
+    keep,
+    known_call,
+    learned_by,
+    learns_any,
+    plan_call,
+    run_known,
+    unseen,
+    with_lse_for_sinks,
+    with_sinks_of,
+)
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.layouts import check_pages
 from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
@@ -154,7 +158,9 @@ def run_varlen(
     if cu_seqlens_k is None and len(q) != len(k):
         fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = run(q, k, v, inside_sequences(VARLEN, request, q, k, cu_seqlens_q, cu_seqlens_k, max_length=max_length))
+    out, lse = attend(
+        q, k, v, inside_sequences(VARLEN, request, q, k, cu_seqlens_q, cu_seqlens_k, max_length=max_length)
+    )
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
@@ -171,8 +177,8 @@ def run_paged(
         if request.sink_logits is None:
             return _run_paged(q, cache, request)
         check_sinks(q, request.sink_logits)
-        sinks, request = sinks_of(request)
-        return with_sinks_of(Result(*_run_paged(q, cache, request._replace(sink_logits=None))), sinks)
+        without = with_lse_for_sinks(request)._replace(sink_logits=None)
+        return with_sinks_of(Result(*_run_paged(q, cache, without)), request)
 
 
 def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -181,7 +187,7 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
     is_checked: the request has a Mask, and all arguments are right.
     """
     known = _key_of_pages(q, cache, request)
-    again = None if known is None else run_again(*known, q, cache.k, cache.v)
+    again = None if known is None else run_known(known, q, cache.k, cache.v, request)
     if again is not None:
         return again
     if not is_checked:
@@ -193,7 +199,7 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
             if ran is not None:
                 result, planned = ran
                 if known is not None and result.ready is not None:
-                    keep(*known, result.ready, planned)
+                    keep(known, result.ready, planned)
                 return result.out, result.lse
         return _run_without_pages(q, cache, request)
     except ValueError as error:
@@ -201,8 +207,8 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
         raise
 
 
-def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Hashable, list[Tensor]] | None:
-    """Return key and tensors of a decoding call with pages, or None if it cannot be cached.
+def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> Known | None:
+    """Return how a decoding call with pages is found, or None if it cannot be kept.
 
     The last two tensors are kv_lens and the page table.
     """
@@ -211,8 +217,9 @@ def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Hashable,
     table, lens = cache.page_table, cache.kv_lens
     if not type(q) is type(table) is type(lens) is Tensor or vars(table) or vars(lens):
         return None
-    known = None if is_capturing(q.device) else key_and_tensors(q, cache.k, cache.v, request)
-    return None if known is None else (("pages", known[0]), [*known[1], lens, table])
+    context = Context.now(q.device)
+    known = None if context.is_capturing else known_call(q, cache.k, cache.v, request, context)
+    return None if known is None else Known(("pages", known.key), [*known.tensors, lens, table])
 
 
 def _with_offset(call: str, request: Request) -> Request:
@@ -240,7 +247,7 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
     score = None if request.score is None else paged(request.score, *pages)
     # All slots, for every batch element: [B, Hkv, slots, D].
     k, v = (x.flatten(0, 1).transpose(0, 1).expand(q.shape[0], -1, -1, -1) for x in (cache.k, cache.v))
-    return run(q, k, v, request._replace(mask=paged(request.mask, *pages), score=score))
+    return attend(q, k, v, request._replace(mask=paged(request.mask, *pages), score=score))
 
 
 def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -251,7 +258,7 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
         x.index_select(0, pages.flatten()).view(len(q), cache.room, *x.shape[2:]).transpose(1, 2)
         for x in (cache.k, cache.v)
     )
-    return run(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens)))
+    return attend(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens)))
 
 
 def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
@@ -280,8 +287,7 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     request = _with_values(request)
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
-    sinks, inner = sinks_of(request)
-    inner = inner._replace(sink_logits=None)
+    inner = with_lse_for_sinks(request)._replace(sink_logits=None)
     mixed = _mixed(q, cu_seqlens_q, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -308,9 +314,9 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
     lse = torch.cat(lses, 1).index_select(1, mixed.places)
-    if sinks is None:
+    if request.sink_logits is None:
         return out, lse
-    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, *sinks)
+    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
     return out.transpose(0, 1), lse_with_sinks
 
 

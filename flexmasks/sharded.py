@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexmasks import calls, compat
+from flexmasks import compat
 from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import fail
 from flexmasks.plans.held import without_plan
 from flexmasks.request import Request
+from flexmasks.road import attend
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -45,7 +46,7 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
         mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
     sinks = place.sinks_of(whole(request.sink_logits, q), q_part.shape[1])
     request = request._replace(mask=mask, score=score, params={}, sink_logits=sinks)
-    results = [x for x in calls.run(q_part, k_part, v_part, request) if x is not None]
+    results = [x for x in attend(q_part, k_part, v_part, request) if x is not None]
     out, *lse = joined(results, [q_part, k_part, v_part, mask, score, sinks])
     sharded_out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
     return sharded_out, as_sharded(lse[0], q, q.shape[:3]) if lse else None

@@ -28,7 +28,7 @@ ORDER = {
     for number, rooms in enumerate(
         [
             ["compat"],
-            ["cache", "checkpointing", "workers", "errors", "graphs"],
+            ["cache", "checkpointing", "context", "workers", "errors", "graphs"],
             ["kernels"],
             ["ranges"],
             ["blocks"],
@@ -39,9 +39,8 @@ ORDER = {
             ["plans"],
             ["backends"],
             ["request"],
-            ["inside_compile"],
-            ["planned"],
-            ["calls"],
+            ["layouts", "inside_compile"],
+            ["road"],
             ["pages", "sharded"],
             ["later"],
             ["attention", "softmax"],

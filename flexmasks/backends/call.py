@@ -14,6 +14,7 @@ from flexmasks import compat
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
+from flexmasks.context import Context
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -162,7 +163,7 @@ class Ready(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that keeping the forms takes."""
-        return sum(form.nbytes for form in self.forms if form is not None)
+        return sum(getattr(form, "nbytes", 0) for form in self.forms)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Result:
         if sinks is not None and not self.kernel.folds_sinks(q, k, v, sinks):
@@ -218,10 +219,15 @@ class Call:
     kernel_options: dict[str, Any] | None
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
+    context: Context
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None
     pages: Pages | None = None  # then k and v have the sizes of the keys of a sequence, and no values
-    is_traced: bool = False  # torch.compile traces the call: tensors have no values, and lengths may be symbolic
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether torch.compile traces the call: tensors have no values, and lengths may be symbolic."""
+        return self.context.is_compiling
 
     @property
     def parts(self) -> list[Any]:
@@ -311,17 +317,6 @@ def _layout(x: Tensor) -> Hashable:
         return None
     strides = x.stride()
     return tuple(sorted(range(x.ndim), key=strides.__getitem__)), tuple(min(n, 2) for n in strides)
-
-
-def transformed() -> bool:
-    """Return whether torch.func.vmap or a forward derivative is active. Fused kernels support neither."""
-    return compat.in_forward_derivative() or compat.in_vmap()
-
-
-@compat.constant_in_graphs
-def must_be_deterministic() -> bool:
-    """Return whether torch forbids results that may differ from run to run."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def exports_any_length(q: Tensor, k: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmasks.backends import decode_gpu
 from flexmasks.backends.added import forward_on_cpu, grouped, is_added, shows
-from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Kernel, Plans, transformed
+from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Kernel, Plans
 from flexmasks.backends.plain import attend, scores_of
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
@@ -48,7 +48,7 @@ def refuses(call: Call) -> str | None:
         return f"it holds at most {most:,} scores"
     if call.needs_grad:
         return "it has no gradients"
-    if transformed():
+    if call.context.is_transformed:
         return TRANSFORMED
     if call.kernel_options:
         return "it takes no kernel_options"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.backends import fa4_kernel, fa4_package
 from flexmasks.backends.call import (
     Call,
@@ -21,7 +20,6 @@ from flexmasks.backends.call import (
     Unavailable,
     first_line,
     raise_passing_error,
-    transformed,
 )
 from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
@@ -101,7 +99,7 @@ def _refuses_numbers(call: Call) -> str | None:
         return "it takes scales above 0 only"
     if call.q.shape[2] < MIN_QUERIES:
         return "it does not split the keys among processors, which few queries need"
-    if compat.transforms_active() or transformed():
+    if call.context.has_transforms or call.context.is_transformed:
         return "it does not run inside transforms of torch.func"
     return None
 

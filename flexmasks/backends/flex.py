@@ -25,7 +25,6 @@ from flexmasks.backends.call import (
     exports_any_length,
     first_line,
     raise_passing_error,
-    transformed,
     with_gradients_once,
 )
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner
@@ -284,7 +283,7 @@ def _why_not_loaded() -> str:
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
     if call.is_traced:  # the user's torch.compile compiles it
-        if compat.transforms_active():
+        if call.context.has_transforms:
             return "inside torch.compile its operator has no rules for transforms of torch.func"
         any_length = exports_any_length(call.q, call.k)
         return "lists of blocks would tie an exported program to a range of lengths" if any_length else None
@@ -293,7 +292,7 @@ def refuses_to_compile(call: Call) -> str | None:
         return failed
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
-    return TRANSFORMED if transformed() else None
+    return TRANSFORMED if call.context.is_transformed else None
 
 
 def refuses(call: Call) -> str | None:

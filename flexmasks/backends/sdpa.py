@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,11 +17,11 @@ from flexmasks.backends.call import (
     Call,
     Kernel,
     exports_any_length,
-    transformed,
     with_gradients_once,
 )
 from flexmasks.plans.windows import Window
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NO_KERNEL = "torch has no fused kernel for this call"
 
 
@@ -30,7 +31,7 @@ def refuses(call: Call) -> str | None:
     is_known = window is not None and window.left is None and window.sequences is None
     if window is None or not is_known or (window.right is not None and (window.right, window.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
-    if transformed():
+    if call.context.is_transformed:
         return TRANSFORMED
     if call.score is not None:
         return "it has no score changes"
@@ -56,7 +57,7 @@ def kernel(call: Call) -> SdpaKernel:
     if call.is_traced and exports_any_length(call.q, call.k):
         # torch hides the keys that would be cut, and a cut compares lengths
         window = replace(window, keys=(0, call.k.shape[2]))
-    return SdpaKernel(window, call.scale)
+    return SdpaKernel(window, call.scale, call.is_traced)
 
 
 @dataclass(frozen=True)
@@ -67,34 +68,28 @@ class SdpaKernel(Kernel):
 
     window: Window
     scale: float | None
+    is_traced: bool  # by torch.compile
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""
         k, v = self.window.cut(k), self.window.cut(v)
-        if _needs_repeated_heads(q, k):
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not q.is_cuda:  # torch's fused kernel for the CPU has no grouped heads
             k, v = (x.new_empty(len(x), q.shape[1], *x.shape[2:]) for x in (k, v))
-        return compat.fused_sdp_choice(q, k, v, **self._keywords(q, k)) != SDPBackend.MATH.value
+        is_causal = self.window.right is not None
+        chosen = compat.fused_sdp_choice(q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped)
+        return chosen != SDPBackend.MATH.value
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *_: Any) -> tuple[Tensor, None]:
-        k, v = self.window.cut(k), self.window.cut(v)
-        if _needs_repeated_heads(q, k):
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        out = _by_torch(q, k, v, self._keywords(q, k))
-        return out if compat.is_compiling() else with_gradients_once("sdpa", out, "ScaledDotProduct"), None
-
-    def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        if self.is_traced or self.window.keys != (0, k.shape[2]):
+            k, v = self.window.cut(k), self.window.cut(v)
         grouped = bool(q.shape[1] != k.shape[1])  # inside torch.compile(dynamic=True) it is no bool yet
-        return {"is_causal": self.window.right is not None, "scale": self.scale, "enable_gqa": grouped}
-
-
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
-    """Call torch's function; policies of selective activation checkpointing name its operations."""
-    if not compat.is_compiling() and checkpointing.is_unseen_by_checkpointing():
-        with checkpointing.seen_by_checkpointing():
-            return F.scaled_dot_product_attention(q, k, v, **keywords)
-    return F.scaled_dot_product_attention(q, k, v, **keywords)
-
-
-def _needs_repeated_heads(q: Tensor, k: Tensor) -> bool:
-    """Return whether grouped heads must be repeated. torch's fused kernel for the CPU has no grouped heads."""
-    return q.shape[1] != k.shape[1] and not q.is_cuda
+        if grouped and not q.is_cuda:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        is_causal, seen = self.window.right is not None, _NOTHING
+        if not self.is_traced and checkpointing.is_unseen_by_checkpointing():
+            seen = checkpointing.seen_by_checkpointing()  # whose policies name torch's operations
+        with seen:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped)
+        has_gradient = not self.is_traced and out.grad_fn is not None
+        return with_gradients_once("sdpa", out, "ScaledDotProduct") if has_gradient else out, None

@@ -16,15 +16,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.backends import short_gpu
 from flexmasks.backends.added import backward_on_cpu, forward_on_cpu, grouped, is_added, shows
-from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, transformed
+from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans
 from flexmasks.backends.short_call import ShortKernel
 from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.traced import TracedScore
-from flexmasks.plans.whole import Added, visible_in
+from flexmasks.plans.whole import Added, Summand, visible_in
 
 _ON_GPU = ("cuda",)
 
@@ -45,7 +44,7 @@ def refuses(call: Call) -> str | None:
     reason = short_gpu.refuses(call) if device in _ON_GPU else refuses_on_cpu(call)
     if reason is not None:
         return reason
-    if compat.transforms_active() or transformed():
+    if call.context.has_transforms or call.context.is_transformed:
         return "it does not run inside transforms of torch.func"
     if call.kernel_options:
         return "it takes no kernel_options"
@@ -105,6 +104,7 @@ class _Forms(NamedTuple):
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
     hidden_rows: Tensor | None  # bool [B or 1, Hkv or 1, grouped heads * Q]: queries that see nothing, if there are any
     shows: bool  # whether torch's kernel shows all of `added`
+    summand: Summand | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,27 +143,24 @@ class CpuKernel(ShortKernel):
             ),
         )
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.uncompiled is not None:
-            self.uncompiled.count(q, k, v)
-        return super().__call__(q, k, v, sinks, *forms)
-
     def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and lse, see `ShortKernel.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
         """
+        if self.uncompiled is not None:
+            self.uncompiled.count(q, k, v)
         if not mask.shows:
             return self.by_reference(mask, q, k, v)[0], None
-        rows = self._rows(q, k)
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         out, lse = forward_on_cpu(rows, k, v, mask.added, self.scale)
         if mask.hidden_rows is not None:
             out.masked_fill_(mask.hidden_rows[..., None], 0)
             lse.masked_fill_(mask.hidden_rows, 0)
-        # In half precision the output of a score of +inf may be finite, the lse is not.
-        if not bool((out.sum(dtype=torch.float32) + lse.sum()).isfinite()):
+        total = out.sum(dtype=torch.float32)
+        if q.dtype != torch.float32:  # the output of a score of +inf may be finite, the lse is not
+            total = total + lse.sum()
+        if not math.isfinite(total.item()):
             return self.by_reference(mask, q, k, v)[0], None
         return out.reshape(q.shape), lse
 
@@ -172,14 +169,8 @@ class CpuKernel(ShortKernel):
         d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Return the gradients of q, k and v, None if one is not finite."""
-        rows = self._rows(q, k)
-        upstream, result = self._rows(d_out, k), self._rows(out, k)
+        rows, upstream, result = (x.reshape(x.shape[0], k.shape[1], -1, x.shape[3]) for x in (q, d_out, out))
         grads = backward_on_cpu(upstream, rows, k, v, result, lse, mask.added, self.scale)
         if not bool(torch.stack([x.sum(dtype=torch.float32) for x in grads]).isfinite().all()):
             return None
         return grads[0].reshape(q.shape), grads[1], grads[2]
-
-    @staticmethod
-    def _rows(x: Tensor, k: Tensor) -> Tensor:
-        """Return queries with grouped heads as rows, [B, Hkv, grouped heads * Q, D]."""
-        return x.reshape(len(x), k.shape[1], -1, x.shape[3])

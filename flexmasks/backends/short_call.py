@@ -14,7 +14,7 @@ from flexmasks.backends.call import Kernel, Unavailable
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
 from flexmasks.kernels.direct import has_memory
-from flexmasks.plans.whole import Added
+from flexmasks.plans.whole import Added, Summand
 
 
 class ShortForms(Protocol):
@@ -27,6 +27,10 @@ class ShortForms(Protocol):
     @property
     def bias(self) -> Added | None:
         """Numbers that are made once."""
+
+    @property
+    def summand(self) -> Summand | None:
+        """What makes numbers at each call."""
 
     def read_by_backward(self) -> list[Tensor]:
         """Return the tensors of the mask and the bias, which the backward pass reads again."""
@@ -46,19 +50,18 @@ class ShortKernel(Kernel):
         if compat.transforms_active():
             raise Unavailable("it does not run inside transforms of torch.func")
         (mask,) = forms
-        added = self.added(mask)
+        added = [] if mask.summand is None else [mask.summand.numbers(mask.visible)]
         if not self.needs_grad:
             out, lse = self.forward(mask, q, k, v, *added)
             return out, lse if self.with_lse else None
         results = _Attend.apply(self, mask, q, k, v, *added)
         return results if self.with_lse else (results, None)
 
-    def added(self, mask: Any) -> list[Tensor]:
-        """Return what is added to the scores if it is made at each call, else nothing. It may learn."""
-        return []
-
     def forward(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients."""
+        """Return the output, and the lse of its rows. The lse is None if the reference is to compute the gradients.
+
+        added: the numbers of the mask's summand, if it has one. They may learn.
+        """
         raise NotImplementedError
 
     def backward(

@@ -111,9 +111,6 @@ class GpuKernel(ShortKernel):
             raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
         return super().__call__(q, k, v, sinks, *forms)
 
-    def added(self, mask: _Forms) -> list[Tensor]:
-        return [] if mask.summand is None else [mask.summand.numbers(mask.visible)]
-
     def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = with_rows_together(q, k, v)
         whole = _whole(mask, q, added)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmasks import compat
 from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
-from flexmasks.backends.call import Call, Kernel, Refused, Result, Unavailable, first_line, must_be_deterministic
+from flexmasks.backends.call import Call, Kernel, Refused, Result, Unavailable, first_line
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
@@ -184,7 +183,7 @@ def why_not(name: str, call: Call) -> str | None:
         return "it reads no pages"
     if call.k.dtype != call.q.dtype and not backend.reads_any_dtype:
         return "its kernel takes k and v in the dtype of q only"
-    sums = backend.adds_in_any_order(call) if must_be_deterministic() else None
+    sums = backend.adds_in_any_order(call) if call.context.must_be_deterministic else None
     if sums is not None:
         return f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
     return backend.refuses(call)
@@ -206,7 +205,7 @@ def _warn_of_dtypes(device: str, of_q: torch.dtype, of_k: torch.dtype, needs_gra
 
 def warn_of_order(name: str, call: Call) -> None:
     """Warn, as torch with warn_only, of results that may differ from run to run."""
-    sums = BACKENDS[name].adds_in_any_order(call) if torch.is_deterministic_algorithms_warn_only_enabled() else None
+    sums = BACKENDS[name].adds_in_any_order(call) if call.context.settings[-1] else None
     if sums is not None:
         warnings.warn(
             f"flexmasks.attention: backend {name!r} adds {sums} in changing order, so results may differ from run to "
@@ -275,7 +274,7 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     """
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     # Under transforms, or with views among its tensors, a failure may say nothing about the call's kind.
-    if not (compat.transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))):
+    if not (call.context.has_transforms or any(x.is_neg() for x in (call.q, call.k, call.v))):
         kind, reason = (name, call.outcome_key), f"it failed before: {why}"
         if _FAILURES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
             _FAILURES.put(kind, (), "" if _FAILURES.get(kind) is None else reason, FACT)

@@ -28,15 +28,11 @@ class Uncompiled:
 
     products: int = 0
 
-    @property
-    def is_spent(self) -> bool:
-        return self.products >= WORK_BEFORE_COMPILING
-
     def count(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Count a call. Raises Unavailable if such calls are to be compiled."""
-        if self.is_spent:
+        if self.products >= WORK_BEFORE_COMPILING:
             raise Unavailable("such calls are compiled from now on")
-        self.products += _products(q, k, v)
+        self.products += q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def uncompiled(call: Call) -> Uncompiled | None:
@@ -44,13 +40,14 @@ def uncompiled(call: Call) -> Uncompiled | None:
     q, k, v = call.q, call.k, call.v
     if q.device.type != "cpu" or call.needs_grad or call.is_traced or call.kernel_options:
         return None
-    if max(q.shape[2], k.shape[2]) > MAX_LENGTH or _products(q, k, v) >= WORK_BEFORE_COMPILING:
+    products = q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+    if max(q.shape[2], k.shape[2]) > MAX_LENGTH or products >= WORK_BEFORE_COMPILING:
         return None
     known = _UNCOMPILED.get(call.outcome_key)
     if known is None:
         known = Uncompiled()
         _UNCOMPILED.put(call.outcome_key, (), known, FACT)
-    return None if known.is_spent else known
+    return None if known.products >= WORK_BEFORE_COMPILING else known
 
 
 def compiles(call: Call) -> str:
@@ -58,7 +55,3 @@ def compiles(call: Call) -> str:
     if uncompiled(call) is not None:
         return "no: it is small, and answered without compiling until such calls have taken as long as that would"
     return "no: it runs without compiling"
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
-    return q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])

@@ -161,13 +161,15 @@ class HeldPlan(AsAttentionMask):
 
     def launch(self, key: Hashable) -> tuple[Launch | None, State]:
         """Return what an earlier call made ready, or None, and the state of all that calls read."""
-        if self.tensors and self._versions != self._present_versions():  # somebody wrote into the plan's own tensors
-            self.launches.clear()
-            self._versions = self._present_versions()
-        if self._by_users and self._functions != (present := self._present_functions()):
+        if self.tensors:
+            present = [compat.version(t) for tensors in self.tensors.values() for t in tensors]
+            if self._versions != present:  # somebody wrote into the plan's own tensors
+                self.launches.clear()
+                self._versions = present
+        if self._by_users and self._functions != (functions := self._present_functions()):
             with _LOCK:
                 self.launches.clear()
-                self._functions = present
+                self._functions = functions
         return self.launches.get(key), (self._versions, self._functions)
 
     def keep(self, key: Hashable, launch: Launch, planned_in: State) -> None:

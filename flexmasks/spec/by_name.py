@@ -71,8 +71,6 @@ def says_what_to_write(
                         raise
                     kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(message)
-            if compat.is_compiling():
-                return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             except (ValueError, TypeError) as error:

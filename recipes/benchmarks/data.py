@@ -20,9 +20,9 @@ from flexmasks.backends.call import Call
 from flexmasks.bench.clock import progress, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
-from flexmasks.planned import plan_call
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 

@@ -40,11 +40,11 @@ from benchmarks.model import WAYS, Attend, Sizes, Training
 from benchmarks.results import Benchmark, Row
 from benchmarks.runner import MeasuredSteps, measure_steps
 from benchmarks.steps_tables import DENSE, OLD, OURS, PLAIN, table
-from flexmasks import calls
+from flexmasks import road
 from flexmasks.attention import attention, explain, varlen_attention
 from flexmasks.cache import clear_caches
-from flexmasks.planned import plan_call
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 
 # How documents are given to a model, and how it runs.
 _TRAINED = [*(("document ids", way) for way in WAYS), ("offsets", "eager"), ("offsets", "compiled")]
@@ -79,7 +79,7 @@ class _Planning:
                 attention(q, q, q, mask=documents(self._draws.new()))
             self._is_known = True
         request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
-        if calls.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
+        if road.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
             plan_call(q, q, q, request).call.mask.blocks()
         return ids
 

@@ -52,8 +52,8 @@ from flexmasks import trees
 from flexmasks.backends import short, table, waiting
 from flexmasks.backends.call import Kernel, Ready, Unavailable, proven
 from flexmasks.orders import in_tiles, tile_order
-from flexmasks.planned import plan_call
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 
 BACKENDS = {"cpu": ["reference", "flex"], "cuda": ["reference", "flex", "flex_flash"]}
 WHERE = [

@@ -86,14 +86,19 @@ def halved() -> Iterator[list[extend.Call]]:
     def refuses(call: extend.Call) -> str | None:
         return "it has no gradients" if call.needs_grad else None
 
-    def run(call: extend.Call) -> extend.Result:
-        calls.append(call)
-        visible = flexmasks.dense_mask(call.mask.value, call.q.shape[2], call.k.shape[2])
-        return extend.Result(
-            torch.nn.functional.scaled_dot_product_attention(call.q, call.k, call.v, visible) / 2, None
-        )
+    class Halved(extend.Kernel):
+        def forms(self, plans: Any) -> tuple[Tensor]:
+            size = plans.mask.size
+            return (flexmasks.dense_mask(plans.mask.value, size.q_len, size.kv_len),)
 
-    extend.add_backend(extend.Backend("halved", refuses, run))
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Tensor) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, *forms) / 2, None
+
+    def kernel(call: extend.Call) -> extend.Kernel:
+        calls.append(call)
+        return Halved()
+
+    extend.add_backend(extend.Backend("halved", refuses, kernel))
     yield calls
     del BACKENDS["halved"]
 

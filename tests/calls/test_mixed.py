@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
-from flexmasks import calls, pages
+from flexmasks import pages, road
 from flexmasks.backends import decode
 from flexmasks.plans.mixed import PagedSequences, in_pieces
 from flexmasks.spec.registry import example
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
-        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
     flexmasks.clear_caches()
     with torch.device(request.param.partition(",")[0]):
         yield request.param

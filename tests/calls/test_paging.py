@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import calls, pages
+from flexmasks import pages
 from flexmasks.backends import fa4, fa4_kernel, fa4_package
 from flexmasks.backends import flex_kernels as kernels
 from flexmasks.request import Request
@@ -703,14 +703,14 @@ def test_chunks_by_a_table_without_a_row_to_spare() -> None:
 def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pool each block of 64 slots has pages of four sequences, and would be computed for each of them."""
     computed = []
-    run = calls.run
+    run = pages.attend
 
     def noted(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
         blocks = flexmasks.explain(q, k, v, mask=request.mask, q_offset=request.q_offset).blocks
         computed.append((blocks.partial + blocks.full) * math.prod(blocks.block_mask.BLOCK_SIZE))  # pairs
         return run(q, k, v, request)
 
-    monkeypatch.setattr(pages, "run", noted)
+    monkeypatch.setattr(pages, "attend", noted)
     batch, columns, page_size = 4, 64, 16
     k_cache, v_cache = torch.randn(2, batch * columns, page_size, 2, 32)
     table = torch.arange(batch * columns).view(columns, batch).T.contiguous()  # pages in turns

@@ -25,18 +25,18 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import calls, inside_compile
+from flexmasks import inside_compile, road
 from flexmasks.backends import forms
 from flexmasks.backends.exact import KILLERS, NEGATIVE, OF_FLASH_ALONE, OVERFLOW, outside_table
 from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
 from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
-from flexmasks.planned import plan_call
 from flexmasks.plans import data
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.registry import example
 from flexmasks.spec.structure import replaced
@@ -441,7 +441,7 @@ def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("renews", [False, True])
 def test_new_tensors_in_data(renews: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if renews:
-        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
 
     def mask(chosen: Tensor) -> Function:
         return lambda b, h, q, kv: (chosen[q] == kv).any(-1) | (q == kv)

@@ -21,15 +21,15 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
-from flexmasks import calls, compat
+from flexmasks import compat, road
 from flexmasks.backends import decode
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Ready
-from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
 from flexmasks.plans.whole import Whole
 from flexmasks.plans.windows import Intervals
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.registry import example
 
 BATCH, HEADS, KV_HEADS, LENGTH = 3, 4, 2, 160
@@ -68,7 +68,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
-        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_GRAPHS_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_Graph", Played)
         monkeypatch.setattr(recorded, "_is_current", lambda device: True)

@@ -16,8 +16,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import calls, inside_compile
+from flexmasks import inside_compile, road
 from flexmasks.backends import fa4_package, table
+from flexmasks.context import Context
 from flexmasks.request import Request
 
 
@@ -32,7 +33,7 @@ def deterministic() -> Iterator[Callable[..., None]]:
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
     facts = {"learns": False, "needs_grad": True, "pages": None, "is_cuda": True, "is_traced": False}
-    return SimpleNamespace(**{"q": q, "k": q, **facts, **given})
+    return SimpleNamespace(**{"q": q, "k": q, **facts, **given}, context=Context.now(q.device))
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,13 @@ def test_what_backends_refuse(
     monkeypatch.setattr(fa4_package, "capability", lambda device: capability)
     backend = table.BACKENDS[name]
     monkeypatch.setitem(table.BACKENDS, name, replace(backend, refuses=lambda call: None))
-    call = _call(**given)
-    reason = table.why_not(name, call)
+    reason = table.why_not(name, call := _call(**given))
     assert (reason is None) if sums is None else (sums in str(reason) and "forbids" in str(reason))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table.warn_of_order(name, call)
     deterministic(True, warn_only=True)
+    call = _call(**given)
     assert table.why_not(name, call) is None
     if sums is not None:
         with pytest.warns(UserWarning, match=f"backend '{name}' adds {sums}.*warn_only=True"):
@@ -73,7 +74,7 @@ def test_what_backends_refuse(
     deterministic(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        table.warn_of_order(name, call)
+        table.warn_of_order(name, _call(**given))
 
 
 def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> None:
@@ -92,9 +93,9 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
 
 def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:
     q = torch.zeros(1, 2, 8, 16)
-    strict = calls.key_and_tensors(q, q, q, Request(mask="causal"))
+    strict = road.known_call(q, q, q, Request(mask="causal"), Context.now(q.device))
     deterministic(False)
-    assert calls.key_and_tensors(q, q, q, Request(mask="causal")) != strict
+    assert road.known_call(q, q, q, Request(mask="causal"), Context.now(q.device)) != strict
 
 
 def _learned(device: str, length: int) -> dict[str, tuple[Tensor, Any]]:

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
-from flexmasks import planned
+from flexmasks import road
 from flexmasks.backends import fa4_package, flex_flash, forms
 from flexmasks.backends.exact import outside_table
-from flexmasks.planned import plan_call
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES
 
 CPU = torch.device("cpu")
@@ -418,7 +418,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tu
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
     monkeypatch.setattr(flex_flash, "capability", lambda device: capability)
     monkeypatch.setattr(fa4_package, "fits_tiles", lambda: fits)
-    monkeypatch.setattr(planned, "block_size_for", lambda size: (128, 128))
+    monkeypatch.setattr(road, "block_size_for", lambda size: (128, 128))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
-from flexmasks import calls, pages, planned
+from flexmasks import pages, road
 from flexmasks.plans import plan as plans
 
 BATCH, HEADS, LENGTH = 2, 4, 300
@@ -91,7 +91,7 @@ def test_later_calls_search_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a later call plans")
 
-    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (planned, "plan_call")):
+    for module, name in ((plans, "flatten"), (road, "flatten"), (road, "_simple_key"), (road, "plan_call")):
         monkeypatch.setattr(module, name, refuse)
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 
@@ -103,7 +103,7 @@ def test_a_new_plan_without_tensors_takes_what_earlier_calls_made(monkeypatch: p
     def refuse(*_: Any) -> Any:
         raise AssertionError("the call plans")
 
-    monkeypatch.setattr(calls, "run_first_time", refuse)
+    monkeypatch.setattr(road, "run_first_time", refuse)
     for _ in range(2):
         plan = flexmasks.plan("sliding_window", LENGTH, window=9)
         for _ in range(2):
@@ -689,7 +689,7 @@ def test_every_way_in_finds_what_an_earlier_call_made(way: str, monkeypatch: pyt
 
     with torch.no_grad():
         want = call()
-        for module, name in ((calls, "run_first_time"), (planned, "plan_call"), (pages, "plan_call")):
+        for module, name in ((road, "run_first_time"), (road, "plan_call"), (pages, "plan_call")):
             monkeypatch.setattr(module, name, None)
         assert torch.equal(call(), want)
 
@@ -726,5 +726,5 @@ def test_small_tensors_of_inference_mode_are_compared(monkeypatch: pytest.Monkey
             want = flexmasks.attention(*tensors, mask="padding", seq_lens=new)
             for _ in range(2):
                 assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)
-        monkeypatch.setattr(calls, "run_first_time", None)
+        monkeypatch.setattr(road, "run_first_time", None)
         assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
-from flexmasks import Mask, calls, get_mask, planned
+from flexmasks import Mask, get_mask, road
 from flexmasks.backends.call import BlocksAndScore, Kernel, Kind, Plans
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.plans import lengths, mask_plan, plan, sizes, tracing
@@ -93,7 +93,7 @@ TURNS = ("from the start", "renewed")
 def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew calls on a CPU as on a GPU, or not."""
     if request.param == "renewed":
-        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
 
 
 def qkv(device: str, requires_grad: bool = False, kind: str = "") -> list[Tensor]:
@@ -567,14 +567,14 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
     q = torch.randn(BATCH, HEADS, LENGTH, 32)
     flexmasks.clear_caches()
-    assert calls.plan_again(q, q, q, Request(params={}, **NEW["documents"]("cpu"))) is None
+    assert road.plan_again(q, q, q, Request(params={}, **NEW["documents"]("cpu"))) is None
     for _ in range(2):
         flexmasks.attention(q, q, q, **NEW["documents"]("cpu"))
     params = NEW["documents"]("cpu")
-    replay = calls.plan_again(q, q, q, Request(params={}, **params))
+    replay = road.plan_again(q, q, q, Request(params={}, **params))
     assert replay is not None
     assert error(replay(q, q, q).out, expected([q, q, q], params, "cpu")) < 1e-5
 
@@ -639,7 +639,7 @@ def test_block_sizes_suit_the_gpu(
 def test_blocks_of_256_queries(
     monkeypatch: pytest.MonkeyPatch, kind: str, lengths: tuple[int, int], device: str
 ) -> None:
-    monkeypatch.setattr(planned, "block_size_for", lambda size: (256, 128))
+    monkeypatch.setattr(road, "block_size_for", lambda size: (256, 128))
     flexmasks.clear_caches()
     q_len, kv_len = lengths
     ids = torch.arange(kv_len, device=device) // 230

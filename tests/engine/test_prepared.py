@@ -14,7 +14,7 @@ from helpers import error
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls, get_mask
+from flexmasks import get_mask, road
 from flexmasks.plans.bounds import RecordedPlan, SizedMask
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque
@@ -82,7 +82,7 @@ def documents() -> Tensor:
 @pytest.mark.parametrize("kind", ["mask", "score"])
 def test_calls_with_other_tensors(kind: str, holder: str, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_on_gpu:
-        monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
     name, ids = registered(kind, holder), documents()
     for step in range(5):
         q = torch.randn(2, 1, LENGTH, 8)

@@ -17,7 +17,7 @@ from helpers import TOLERANCE, check_lse, error
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls, planned
+from flexmasks import road
 from flexmasks.backends import fa4_kernel, fa4_package
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -225,10 +225,10 @@ def test_call_of_fa4(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with other starts are made from the first one, which is not kept alive."""
     _takes_the_place_of_fa4(monkeypatch)
-    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     plans: list[Any] = []
-    plan_call = planned.plan_call
-    monkeypatch.setattr(planned, "plan_call", lambda *a: plans.append(a) or plan_call(*a))
+    plan_call = road.plan_call
+    monkeypatch.setattr(road, "plan_call", lambda *a: plans.append(a) or plan_call(*a))
     case = Case((0, 300, 570), 150, 720)
     q, k, v, starts = case.made("cpu")
     for begins in STARTS:

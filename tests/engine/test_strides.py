@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import DEVICES, TOLERANCE, error, torch_says
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import calls
+from flexmasks import road
 from flexmasks.backends import flex_kernels, sdpa
 from flexmasks.kernels import wide
 
@@ -108,9 +109,9 @@ class _Calls:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.count = function, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
-        return self.function(*args)
+        return self.function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,8 +120,8 @@ def test_a_call_runs_what_explain_says_whatever_ran_before(
     other: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Causal attention with gradients takes torch's own kernel, but for what has none."""
-    by_torch = _Calls(sdpa._by_torch)
-    monkeypatch.setattr(sdpa, "_by_torch", by_torch)
+    by_torch = _Calls(F.scaled_dot_product_attention)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", by_torch)
 
     def run(name: str) -> None:
         randn = functools.partial(torch.randn, device=device)
@@ -173,7 +174,7 @@ def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest
 @pytest.mark.parametrize("learns", [False, True])
 def test_changes_of_views_are_noticed(learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """A view changes with the tensor that it is of, also where a GPU would renew the call."""
-    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     q, k, v = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=learns) for _ in range(3))
     ids = torch.arange(2 * LENGTH) // 23
     view = ids[::2]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import road
 from flexmasks.backends import tiles
 from flexmasks.kernels import softmax_operator
 from flexmasks.plans import recorded
@@ -374,7 +374,7 @@ def test_what_changes_while_a_call_plans(
     own = mask.tensors["shown"][0] if is_plan and what == "tensor" else shown
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
     distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
-    original, is_changed = calls.run_first_time, False
+    original, is_changed = road.run_first_time, False
 
     def change(reach: int) -> None:
         nonlocal near
@@ -398,7 +398,7 @@ def test_what_changes_while_a_call_plans(
             assert pool.submit(is_right, 20).result()
         return found or original(*call)
 
-    monkeypatch.setattr(calls, "run_first_time", planned)
+    monkeypatch.setattr(road, "run_first_time", planned)
     is_right(5)  # the change comes in the midst of it: either reach is right
     assert is_changed
     for reach in (20, 5, 20, 5):

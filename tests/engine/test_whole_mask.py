@@ -33,7 +33,7 @@ from oracles import dense as dense_of
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import road
 from flexmasks.backends import short, table
 from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, spans_of
 from flexmasks.plans import plan
@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRET
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device of a test, which counts as a GPU."""
     monkeypatch.setattr(short, "_ON_GPU", ("cpu", "cuda"))
-    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
     monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 1)
     flexmasks.clear_caches()
     yield request.param

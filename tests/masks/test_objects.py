@@ -17,7 +17,7 @@ from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor, nn
 
 import flexmasks
-from flexmasks import calls, planned
+from flexmasks import road
 from flexmasks.spec.bands import band_of, cap_of, factors_of
 from flexmasks.spec.code import attributes_read
 from flexmasks.spec.parameters import Size
@@ -120,7 +120,7 @@ def test_later_calls_find_what_the_first_one_made(monkeypatch: pytest.MonkeyPatc
         return flexmasks.attention(q, q, q, mask=lambda b, h, q, kv: (kv < model.lens[b]) & (q - kv <= model.factor))
 
     want = call()
-    for module, name in ((calls, "run_first_time"), (planned, "plan_call")):
+    for module, name in ((road, "run_first_time"), (road, "plan_call")):
         monkeypatch.setattr(module, name, None)
     assert torch.equal(call(), want)
 

@@ -36,11 +36,11 @@ from torch.nn.attention.flex_attention import flex_attention
 import flexmasks
 from flexmasks import compat, flex
 from flexmasks.backends import tiles
-from flexmasks.planned import plan_call
 from flexmasks.plans import plan, score_plan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import sized
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec import cap_of, definitions
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parameters import Size

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import road
 
 Q, KV, BATCH, HEADS = 4, 10, 2, 2
 ROWS, COLUMNS = 2, 5
@@ -148,7 +148,7 @@ def test_tables_inside_sequences(q_start: Any) -> None:
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("backend", ["auto", "flex", "reference"])
 def test_new_starts_of_a_kind(make: Callable[[int], _Call], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_KINDS_ON", ("cpu",))
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     q, k, v = _inputs()
     for step in range(4):
         torch.manual_seed(step)

@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
 from benchmarks.examples import on_device
-from flexmasks import calls, compat
+from flexmasks import compat, road
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
 from flexmasks.backends.fa4 import Fa4Kernel, OfSequences
+from flexmasks.context import Context
 from flexmasks.kernels import tanh
-from flexmasks.planned import plan_call
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.parameters import Size
 
@@ -681,7 +682,7 @@ def test_a_call_with_sinks_is_another_kind() -> None:
     for sinks in (None, torch.zeros(2)):
         request = Request("causal", None, {}, None, None, 0, sinks, True, "auto", None)
         kinds.add(plan_call(q, q, q, request).call.outcome_key)
-        known = calls.key_and_tensors(q, q, q, request)
+        known = road.known_call(q, q, q, request, Context.now(q.device))
         assert known is not None
-        keys.add(known[0])
+        keys.add(known.key)
     assert len(kinds) == len(keys) == 2

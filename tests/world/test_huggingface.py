@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import calls, trees
+from flexmasks import road, trees
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as hf_attention
 from flexmasks.integrations.huggingface.attention import attend
@@ -1265,8 +1265,8 @@ def test_only_the_first_layer_of_a_step_searches(inference: bool, monkeypatch: p
         transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 4}), attn_implementation="flexmasks"
     ).eval()
     searches = []
-    search = calls._with_functions
-    monkeypatch.setattr(calls, "_with_functions", lambda *given: searches.append(given) or search(*given))
+    search = road._with_functions
+    monkeypatch.setattr(road, "_with_functions", lambda *given: searches.append(given) or search(*given))
     with torch.inference_mode(inference), torch.no_grad():
         for padding in (None, PADDINGS["left"], PADDINGS["left"]):
             searches.clear()

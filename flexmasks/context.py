@@ -1,0 +1,51 @@
+"""What is true around a call: asked once, at its beginning, and part of the key of all that is kept of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flexmasks import compat
+
+
+class Context(NamedTuple):
+    """Everything around a call that decides how it runs, but for its arguments."""
+
+    has_transforms: bool  # of torch.func
+    is_transformed: bool  # by vmap, or a derivative is taken forward
+    in_mode: bool  # a TorchDispatchMode
+    wants_grad: bool
+    is_capturing: bool  # a CUDA graph captures the call
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    # Which kernels of scaled_dot_product_attention torch may take, whether it has to be deterministic, and whether it
+    # only warns. The order of these kernels has no public name: a new one goes unnoticed where a call was made before.
+    settings: tuple[bool, ...]
+    is_compiling: bool = False  # torch.compile or torch.export traces the call
+
+    @classmethod
+    def now(cls, device: torch.device) -> Context:
+        """Return what is true now for calls on a device, which torch does not trace."""
+        has_transforms, kind, cuda = compat.transforms_active(), device.type, torch.backends.cuda
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows none there
+        return cls(
+            has_transforms,
+            compat.in_forward_derivative() or (has_transforms and compat.in_vmap()),
+            compat.in_dispatch_mode() > 0,
+            torch.is_grad_enabled(),
+            kind == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
+            torch.get_autocast_dtype(kind) if autocast else None,
+            torch.get_default_dtype(),
+            (
+                cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+                cuda.math_sdp_enabled(), torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+        )  # fmt: skip
+
+    @property
+    def must_be_deterministic(self) -> bool:
+        """Whether torch forbids results that may differ from run to run."""
+        *_, is_deterministic, warns_only = self.settings
+        return is_deterministic and not warns_only

@@ -1,0 +1,546 @@
+"""The road of a call, from the arguments of `attention` to a kernel.
+
+A call that was made before, with the same functions, parameters, shapes and tensors, goes straight to its kernel. One
+of a known kind makes the forms that its kernel reads of new tensors. Any other call is checked and planned, and its
+backend is chosen. A call inside a user's own torch.compile goes to `flexmasks.inside_compile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterable
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import checkpointing, compat
+from flexmasks.backends.call import Call, Kind, Ready, Refused, Result
+from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
+from flexmasks.backends.reference import frozen_functions
+from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
+from flexmasks.backends.table import run as run_on_backend
+from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
+from flexmasks.blocks.lists import lists_of
+from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
+from flexmasks.context import Context
+from flexmasks.errors import passing_error
+from flexmasks.kernels.sinks import with_sinks
+from flexmasks.layouts import as_kernels_read, as_nested, cast_as, laid_end_to_end, under_autocast
+from flexmasks.plans.alignment import aligned
+from flexmasks.plans.bounds import unread
+from flexmasks.plans.checks import ATTENTION, any_nested, check_sinks, fail
+from flexmasks.plans.explanation import Explanation
+from flexmasks.plans.held import HeldPlan, Launch, without_plan
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import block_size_for
+from flexmasks.request import Request, checked
+from flexmasks.spec.aliases import Aliases
+from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
+from flexmasks.spec.definitions import is_by_library
+from flexmasks.spec.structure import Opaque, flatten, plain_key, tensors_of, with_tensors
+from flexmasks.spec.values import Mask, Score
+
+_log = logging.getLogger("flexmasks")
+_READY: Part[Ready] = Part(PLANS, "calls")  # they share most index tensors with the cache "blocks"
+_CALL_KINDS: Part[Kind] = Part(KINDS, "calls")
+_SCALES = float, int, type(None)
+_OFFSETS = int, str, type(None)
+# On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
+_KINDS_ON = ("cuda",)
+_DIMS = 4  # of q, k and v
+_CPU = torch.device("cpu")
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `attention`."""
+    if compat.is_compiling():
+        return _attend_in_graph(q, k, v, request)
+    context = Context.now(q.device if isinstance(q, Tensor) else _CPU)
+    if context.in_mode and checkpointing.in_selective_checkpointing():
+        return unseen(attend)(q, k, v, request)
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        fail(
+            "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
+            "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
+            RuntimeError,
+        )
+    if context.autocast is not None:
+        q, k, v = (cast_as(x, context.autocast) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q, k, v, request)
+    are_plain = type(q) is type(k) is type(v) is Tensor and not (q.is_nested or k.is_nested or v.is_nested)
+    if not are_plain and any_nested(q, k, v):
+        return as_nested(q, *attend(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
+    q, k, v = as_kernels_read(q, k, v)
+    if isinstance(request.mask, HeldPlan):
+        results = _attend_by_plan(q, k, v, request, context)
+    else:
+        request = _with_plain_tensors(request) if context.has_transforms else request
+        results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
+    # Whoever makes the call again for a backward pass compares what it read.
+    return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
+
+
+def unseen(run: _Run) -> _Run:
+    """Decorate a call that selective activation checkpointing is not to look into.
+
+    The checkpointing keeps results of single operations, which kernels overwrite, and counts operations, of which plans
+    make some at their first call only. What is inside is computed again, but for torch's own attention.
+    """
+
+    @functools.wraps(run)
+    def call(*args: Any) -> Any:
+        if not compat.is_compiling() and checkpointing.in_selective_checkpointing():
+            with checkpointing.unseen_by_checkpointing():
+                return run(*args)
+        return run(*args)
+
+    return cast(_Run, call)
+
+
+def _attend_in_graph(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call that torch traces."""
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+    with under_autocast(q, k, v) as (q, k, v):
+        if any_nested(q, k, v):
+            return as_nested(q, *_attend_in_graph(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
+        from flexmasks import inside_compile  # loads torch's compilers
+
+        q, k, v = as_kernels_read(q, k, v)
+        result = inside_compile.run(q, k, v, with_lse_for_sinks(without_plan(q, k, request)))
+        return with_sinks_of(result, request)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context, known: Known | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call, by what earlier calls have made, or from the start."""
+    if known is not None and not (known.tensors and context.is_capturing):  # a captured call plans at each replay
+        results = run_known(known, q, k, v, request)
+        if results is not None:
+            return results
+    states = [] if known is None else list(map(identity, known.tensors))
+    result, planned = run_first_time(q, k, v, with_lse_for_sinks(request), context)
+    if known is not None and result.ready is not None and planned is not None and not context.is_capturing:
+        now = known_call(q, k, v, request, context)
+        # Another thread may have changed a variable or a tensor meanwhile.
+        if now is not None and now.is_same(known) and states == list(map(identity, now.tensors)):
+            keep(known, result.ready, planned)
+    return with_sinks_of(result, request)
+
+
+def _attend_by_plan(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `_attend` does, by a plan that the user holds, which has what its earlier calls made ready."""
+    held = request.mask
+    plain = not held.owns_tensors or request.score is not None or request.params or request.q_offset is not None
+    if plain or context.has_transforms:
+        request = without_plan(q, k, request)
+        request = _with_plain_tensors(request) if context.has_transforms else request
+        return _attend(q, k, v, request, context, known_call(q, k, v, request, context))
+    key, captures = _key_of_sizes(q, k, v, request, context), bool(held.tensors) and context.is_capturing
+    launch, state = held.launch(key)
+    if launch is not None and not (captures and held.of_one_step):
+        launch.is_in_graph |= captures
+        ready: Ready = launch.ready
+        try:
+            if request.sink_logits is None:
+                return ready.kernel(q, k, v, None, *ready.forms)
+            return with_sinks_of(ready(q, k, v, request.sink_logits), request)
+        except Exception as error:
+            _raise_what_says_nothing(error)
+        held.launches.pop(key, None)
+    request = without_plan(q, k, request)
+    if key is not None and (held.of_one_step or not held.tensors):  # it takes what calls of other plans have made
+        known = known_call(q, k, v, request, context, key)
+        results = _attend(q, k, v, request, context, known)
+        found = None if known is None else _READY.get(*known)
+        if found is not None and not captures:
+            held.keep(key, Launch(found), state)
+        return results
+    result, planned = run_first_time(q, k, v, with_lse_for_sinks(request), context)
+    may_keep = planned is not None and planned.call.holds_aliases and not captures
+    if key is not None and result.ready is not None and planned is not None and may_keep:
+        held.keep(key, Launch(result.ready, planned.call.plans), state)
+    return with_sinks_of(result, request)
+
+
+def _check_of_tensors(q: Tensor, k: Tensor, request: Request) -> Callable[[], None]:
+    """Return what raises torch's error if a tensor that a call's mask or score reads has changed in place since."""
+    request = without_plan(q, k, request)
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    blocks = request.block_mask
+    mask_mod, lists = (mask, None) if blocks is None else (blocks.mask_mod, lists_of(blocks))
+    *_, check = frozen_functions(mask_mod, score, q, (request.q_offset, lists))
+    return check
+
+
+def _with_plain_tensors(request: Request) -> Request:
+    """Return a request without the wrappers of torch.func.grad around tensors that have no gradients.
+
+    These are whole numbers, and all that a mask holds. Nobody can read the memory of a wrapped tensor.
+    """
+    others = request.score, dict(request.params), request.q_offset
+    if any(map(compat.is_wrapped, tensors_of((request.mask, others)))):
+        with contextlib.suppress(Opaque):
+            mask = with_tensors(request.mask, _without_wrappers)
+            score, params, offset = with_tensors(
+                others, lambda t: t if t.is_floating_point() or t.is_complex() else _without_wrappers(t)
+            )
+            return request._replace(mask=mask, score=score, params=params, q_offset=offset)
+    return request
+
+
+def _without_wrappers(tensor: Tensor) -> Tensor:
+    """Return a tensor without the wrappers of gradients. One that belongs to a batch of vmap stays as it is."""
+    plain = compat.without_wrappers(tensor)
+    return tensor if plain is None else plain
+
+
+# --- what earlier calls have made ---
+
+
+class Known(NamedTuple):
+    """A call as caches find it: a key of all but tensors, and the tensors that its mask and score read."""
+
+    key: Hashable
+    tensors: list[Tensor]
+
+    def is_same(self, other: Known) -> bool:
+        return self.key == other.key and list(map(id, self.tensors)) == list(map(id, other.tensors))
+
+
+def run_known(known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
+    ready = _READY.get(*known) or _of_kind(known, q.device)
+    if ready is None:
+        return None
+    try:
+        if request.sink_logits is None:
+            return ready.kernel(q, k, v, None, *ready.forms)
+        return with_sinks_of(ready(q, k, v, request.sink_logits), request)
+    except Exception as error:  # kernels raise errors of any type
+        _raise_what_says_nothing(error)
+    _READY.drop(*known)
+    _CALL_KINDS.drop((known.key, *_layouts(known.tensors)))
+    return None
+
+
+def _raise_what_says_nothing(error: Exception) -> None:
+    """Raise an error that says nothing about a kernel. After any other one the call is planned again."""
+    if isinstance(error, Refused) or passing_error(error) is not None:
+        raise error
+
+
+def keep(known: Known, ready: Ready, planned: Planned) -> None:
+    """Keep a call for the same tensors, and its kind for others."""
+    key, tensors = known
+    if planned.call.holds_aliases:
+        _READY.put(key, tensors, ready, ENTRY + ready.nbytes + planned.aliases.nbytes)
+    elif not any(t.requires_grad for t in tensors):
+        return
+    if tensors and planned.call.q.device.type in _KINDS_ON:
+        with contextlib.suppress(Opaque):
+            kind = Kind(ready.kernel, planned.call.plans, tensors, planned.where_last)
+            _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
+
+
+def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
+    """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
+    known = known_call(q, k, v, request, Context.now(q.device))
+    return None if known is None else _READY.get(*known) or _of_kind(known, q.device)
+
+
+def _of_kind(known: Known, device: torch.device) -> Ready | None:
+    """Return what the kind of such calls makes of tensors, or None if there was no call of the kind."""
+    key, tensors = known
+    if not tensors or device.type not in _KINDS_ON:
+        return None
+    kind = _CALL_KINDS.get((key, *_layouts(tensors)))
+    try:
+        ready = None if kind is None else kind(tensors)
+    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
+        if passing_error(error) is not None:
+            raise
+        return None
+    if ready is not None and not any(t.requires_grad for t in tensors):  # what is kept would hold them
+        copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
+        _READY.put(key, tensors, ready, ENTRY + ready.nbytes + copied)
+    return ready
+
+
+def _layouts(tensors: list[Tensor]) -> list[Hashable]:
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+
+
+def known_call(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context, of_sizes: Hashable = None
+) -> Known | None:
+    """Return how a call is found, or None if it cannot be kept.
+
+    of_sizes: the key of its sizes, if that is known.
+    """
+    of_sizes = of_sizes or _key_of_sizes(q, k, v, request, context)
+    if of_sizes is None:
+        return None
+    tensors: list[Tensor] = []
+    blocks, offset = request.block_mask, request.q_offset
+    if offset is None and q.shape[2:3] == k.shape[2:3]:
+        offset = 0
+    functions = _simple_key(request, offset, tensors) if blocks is None else None
+    if functions is None:
+        mask: Any = functions_of("mask", request.mask)
+        if blocks is not None:
+            mask = blocks.mask_mod, lists_of(blocks), blocks.BLOCK_SIZE, blocks.seq_lengths
+        structure, leaves = flatten((mask, functions_of("score", request.score), request.params, offset))
+        if structure.unreadable:
+            return None
+        functions, tensors = structure.key, leaves.tensors
+    learning = tuple([n for n, t in enumerate(tensors) if t.requires_grad]) if context.wants_grad else ()
+    return Known((functions, of_sizes, learning), tensors)
+
+
+def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context) -> Hashable | None:
+    """Return the key of a call without its mask and score, or None if the call cannot be kept.
+
+    It has all on which the choice of a backend depends, so that no call takes the kernel of another one.
+    """
+    scale, with_lse, backend = request.scale, request.return_lse, request.backend
+    if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
+        return None
+    if request.block_mask is not None:
+        is_alone = isinstance(request.block_mask, compat.BlockMask) and request.mask is None
+        if not is_alone or context.has_transforms:
+            return None
+    if type(scale) not in _SCALES or context.is_transformed:
+        return None
+    try:
+        layouts = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    except RuntimeError:  # nested and sparse tensors have none; checks say so
+        return None
+    has_sinks = request.sink_logits is not None
+    return (
+        scale, with_lse or has_sinks, has_sinks, backend,
+        None if request.kernel_options is None else repr(request.kernel_options), layouts, q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, q.requires_grad, k.requires_grad, v.requires_grad, context,
+    )  # fmt: skip
+
+
+def _simple_key(request: Request, offset: Any, tensors: list[Tensor]) -> Hashable | None:
+    """Return the key of a call with common arguments only, else None.
+
+    Common arguments are masks and scores of the library and plain functions, with numbers and tensors. This function
+    takes a third of the time of `flatten`, which reads everything.
+    """
+    key: list[Hashable] = [offset]
+    for what, value in (("mask", request.mask), ("score", request.score)):
+        if value is None:
+            key.append(None)
+        elif type(value) is str and is_by_library(what, value):
+            key.append(value)
+        elif type(value) is (Mask if what == "mask" else Score) and value.own_key is not None:
+            own_key, own_tensors = value.own_key
+            key += [what, own_key]
+            tensors += own_tensors
+        else:
+            captured = plain_key(value, tensors) if type(value) is FunctionType else None
+            if captured is None:
+                return None
+            key.append(captured)
+    if type(offset) is Tensor and not vars(offset):
+        tensors.append(offset)
+        key[0] = "tensor"
+    elif type(offset) not in _OFFSETS:
+        return None
+    key.append("params")
+    for name, value in request.params.items():
+        kind: Any = type(value)
+        if kind is Tensor and not vars(value):
+            tensors.append(value)
+            key.append(name)
+        elif kind is int or kind is bool:
+            key += [name, kind, value]
+        elif kind is float:
+            key += [name, repr(value)]  # 0.0 and -0.0 are equal, and differ in what they do
+        else:
+            return None
+    return tuple(key)
+
+
+# --- a call from the start ---
+
+
+class Planned(NamedTuple):
+    """A call, and the plans that it was made from."""
+
+    call: Call
+    aliases: Aliases
+    where_last: Tensor | None = None  # where the last queries of each sequence start, if the plans read it
+
+    @property
+    def mask(self) -> MaskPlan | GivenPlan:
+        return cast(MaskPlan | GivenPlan, self.call.mask)
+
+    @property
+    def score(self) -> ScorePlan | None:
+        return cast(ScorePlan | None, self.call.score)
+
+
+def run_first_time(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context
+) -> tuple[Result, Planned | None]:
+    """Check, plan and run a call.
+
+    Returns the result, and the plans if what was made may be cached.
+    """
+    if computes_nothing(q, k, v):
+        return Result(*_run_nothing(q, k, v, request)), None
+    planned = plan_call(q, k, v, request, context)
+    return run_on_backend(planned.call, request.backend_name), planned
+
+
+def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call that computes nothing.
+
+    Its mask and score are checked, but for the values of tensors.
+    """
+    if compat.in_tracing_mode() and any(isinstance(x, compat.FakeTensor) for x in (q, k, v)):
+        fail(
+            "make_fx cannot hold it with fake tensors, because blocks are planned; use torch.export.export, "
+            "torch.compile, or make_fx with tracing_mode='real'.",
+            RuntimeError,
+        )
+    size, values = checked(q, k, v, request), from_arguments(request.mask, request.score, request.params)
+    size = unread(size, aligned(ATTENTION, request.q_offset, size, values))
+    for value in values:
+        if value is not None:
+            value.checked(size)
+    out, lse = attend_nothing(q, k, v, learned_by(values[1]))
+    return out, lse if request.return_lse else None
+
+
+def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    """Return the greatest score of each query of a call, [B, H, Q], see `attention`."""
+    if compat.is_compiling():
+        fail(
+            "`return_max` is not for a call inside torch.compile; there, use flexmasks.flex.flex_attention with "
+            "return_aux=AuxRequest(max_scores=True).",
+            RuntimeError,
+        )
+    with under_autocast(q, k, v) as (q, k, v):
+        q, k, v = as_kernels_read(q, k, v)
+        if any_nested(q, k, v):
+            fail("`return_max` takes no jagged tensors; pass padded ones, with a mask of their lengths.", TypeError)
+        if computes_nothing(q, k, v):
+            precise = torch.promote_types(q.dtype, torch.float32)
+            return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
+        call = plan_call(q, k, v, without_plan(q, k, request)).call
+        score_mod = None if call.score is None else call.score.mod()
+        return greatest_scores(q, k, score_mod, call.mask.blocks().block_mask, call.scale)
+
+
+def learned_by(score: Score | None) -> list[Tensor]:
+    """Return the tensors of a score change that learn."""
+    return [] if score is None else [t for t in score.tensors() if t.requires_grad]
+
+
+def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context | None = None) -> Planned:
+    """Check a call's arguments and plan its mask and score."""
+    size = checked(q, k, v, request)
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    q_offset = aligned(ATTENTION, request.q_offset, size, (mask, score))
+    aliases = Aliases()
+    mask_plan: MaskPlan | GivenPlan
+    if request.block_mask is not None:
+        mask_plan = GivenPlan(as_lists_of_kernels(request.block_mask), aliases)
+    else:
+        mask = get_mask("full") if mask is None else mask
+        mask_plan = MaskPlan(
+            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True,
+            exact=False,
+        )  # fmt: skip
+    score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
+    plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
+    learns = learns_any(t for plan in plans for t in plan.tensors)
+    needs_grad = learns_any((q, k, v))
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask_plan,
+        score=score_plan,
+        q_offset=q_offset,
+        scale=None if request.scale is None else float(request.scale),
+        with_lse=request.return_lse,
+        kernel_options=request.kernel_options,
+        needs_grad=learns or needs_grad,
+        learns=learns,
+        sinks=request.sink_logits,
+        context=context or Context.now(q.device),
+    )
+    return Planned(call, aliases)
+
+
+def learns_any(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a gradient of some of the tensors is wanted."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+# --- sinks ---
+
+
+def with_lse_for_sinks(request: Request) -> Request:
+    """Return the request for a backend: with sinks it asks for the lse, into which they are folded."""
+    return request if request.sink_logits is None else request._replace(return_lse=True)
+
+
+def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call, into which its sinks are folded."""
+    if request.sink_logits is None:
+        return result.out, result.lse
+    if result.has_sinks:
+        return result.out, result.lse if request.return_lse else None
+    return with_sinks(result.out, cast(Tensor, result.lse), request.sink_logits, request.return_lse)
+
+
+# --- explanations ---
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
+    """Explain how a call of `attention` would run."""
+    request = without_plan(q, k, request)
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        request = request._replace(sink_logits=None, return_lse=True)
+    with under_autocast(q, k, v) as (q, k, v):
+        if any_nested(q, k, v):
+            q, k, v, request = laid_end_to_end(q, k, v, request)
+        q, k, v = as_kernels_read(q, k, v)
+        if computes_nothing(q, k, v):
+            fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
+        planned = plan_call(q, k, v, request, Context.now(q.device))
+        call = planned.call
+        check(call, request.backend_name)
+        able, reasons = choose(call)
+        is_auto = request.backend == "auto"
+        chosen = able[0] if is_auto else BACKENDS[request.backend_name]
+        able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
+        others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
+        compiles, blocks = chosen.compiles(call), chosen.blocks(call)
+        mask = planned.mask.resized(blocks.block_mask.BLOCK_SIZE) or planned.mask
+        plan = chosen.plan(call) or mask.explained()
+        as_data = chosen.why_data(call)
+        form = f"data: {as_data}" if as_data else "its function"
+        not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here)
