@@ -704,6 +704,36 @@ FAULTS: list[Fault] = [
         "if True:",
         ("tests/masks/test_biases.py::test_numbers_of_learning_scores",),
     ),
+    Fault(
+        "backends/reference.py",
+        'find_nodes(op="get_attr")',
+        "find_nodes()",
+        ("tests/engine/test_kept.py::test_variables_that_get_other_values",),
+    ),
+    Fault(
+        "backends/exact.py",
+        "if not all(_holds(x, out.dtype) for x in numbers):",
+        "if False:",
+        ("tests/engine/test_data.py::test_functions_that_go_as_data",),
+    ),
+    Fault(
+        "plans/plan.py",
+        "most // 2 + 1, most)",
+        "self.offset, most)",
+        ("tests/engine/test_data.py::test_functions_are_looked_at_for_all_positions_of_a_kind",),
+    ),
+    Fault(
+        "backends/forms.py",
+        "if not reason and most != _OPEN_LENGTHS[0]:",
+        "if False:",
+        ("tests/engine/test_data.py::test_lengths_that_a_graph_leaves_open",),
+    ),
+    Fault(
+        "blocks/elements.py",
+        "dtype = functools.reduce(torch.maximum, tensors).dtype",
+        "dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])",
+        ("tests/engine/test_blocks.py::test_delicate_functions",),
+    ),
     Fault("plans/whole.py", "(1, -1, 1, 1).clone()", "(1, -1, 1, 1)"),
     Fault(
         "spec/parts.py",

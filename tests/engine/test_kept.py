@@ -252,6 +252,7 @@ def test_variables_that_get_other_values(how: str, monkeypatch: pytest.MonkeyPat
         return (table["ids"][q] == table["ids"][kv]) | ((q - kv).abs() <= near)
 
     masks = [mask, near_mask, lambda b, h, q, kv: (held.ids[q] == held.ids[kv]) | ((q - kv).abs() <= held.reach)]
+    masks.append(lambda b, h, q, kv: vars(held)["ids"][q] == vars(held)["ids"][kv])  # shows only where it runs
     scores = [None, lambda s, b, h, q, kv: s * held.reach + held.bias[h, kv], lambda s, b, h, q, kv: s / (reach + near)]
     inputs = leaves(dtype=torch.float64 if how == "twice" else torch.float32)
     results = [flexmasks.attention(*inputs, mask=m, score=s, return_lse=True) for m in masks for s in scores]
