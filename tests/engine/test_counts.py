@@ -442,8 +442,7 @@ def test_options_of_a_kernel() -> None:
 def test_lengths_of_whole_tiles(queries: int, keys: int, size: int, is_given: bool) -> None:
     """Options and blocks of the user, and kernels whose tiles torch chooses by other rules, are left as they are."""
     q, k = (torch.empty(1, 128, n, 128, device="meta") for n in (queries, keys))
-    blocks = types.SimpleNamespace(block_mask=types.SimpleNamespace(BLOCK_SIZE=(size, 128)))
-    mask = types.SimpleNamespace(is_given=is_given, blocks=lambda: blocks)
+    mask = types.SimpleNamespace(is_given=is_given, block_size=(size, 128))
     call: Any = types.SimpleNamespace(q=q, k=k, kernel_options=None, mask=mask, needs_grad=True, learns=False)
     other = "padded" if queries >= 1024 and not is_given else ""
     whole = queries in (128, 1024) and keys in (128, 1024) and queries % size == 0
