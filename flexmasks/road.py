@@ -153,13 +153,9 @@ def _attend_by_plan(
     launch, state = held.launch(key)
     if launch is not None and not (captures and held.of_one_step):
         launch.is_in_graph |= captures
-        ready: Ready = launch.ready
-        try:
-            if request.sink_logits is None:
-                return ready.kernel(q, k, v, None, *ready.forms)
-            return with_sinks_of(ready(q, k, v, request.sink_logits), request)
-        except Exception as error:
-            _raise_what_says_nothing(error)
+        results = _run_ready(launch.ready, q, k, v, request)
+        if results is not None:
+            return results
         held.launches.pop(key, None)
     request = without_plan(q, k, request)
     if key is not None and (held.of_one_step or not held.tensors):  # it takes what calls of other plans have made
@@ -169,11 +165,31 @@ def _attend_by_plan(
         if found is not None and not captures:
             held.keep(key, Launch(found), state)
         return results
+    known = None if key is None or captures else known_call(q, k, v, request, context, key)
+    launch = None if known is None else _launch_of_kind(known, q.device)
+    results = None if launch is None else _run_ready(launch.ready, q, k, v, request)
+    if launch is not None and results is not None:
+        held.keep(key, launch, state)
+        return results
     result, planned = run_first_time(q, k, v, with_lse_for_sinks(request), context)
-    may_keep = planned is not None and planned.call.holds_aliases and not captures
-    if key is not None and result.ready is not None and planned is not None and may_keep:
+    if known is not None and result.ready is not None and planned is not None and planned.call.holds_aliases:
         held.keep(key, Launch(result.ready, planned.call.plans), state)
+        _keep_kind(known, result.ready, planned)
     return with_sinks_of(result, request)
+
+
+def _launch_of_kind(known: Known, device: torch.device) -> Launch | None:
+    """Return a call with these tensors, made by its kind for a plan that keeps it, or None."""
+    kind = _kind_of(known, device)
+    if kind is None:
+        return None
+    try:
+        plans = kind.plans(known.tensors)
+        return Launch(Ready(kind.kernel, kind.kernel.forms(plans)), plans)
+    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
+        if passing_error(error) is not None:
+            raise
+        return None
 
 
 def _check_of_tensors(q: Tensor, k: Tensor, request: Request) -> Callable[[], None]:
@@ -224,23 +240,26 @@ class Known(NamedTuple):
 def run_known(known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
     ready = _READY.get(*known) or _of_kind(known, q.device)
-    if ready is None:
-        return None
+    results = None if ready is None else _run_ready(ready, q, k, v, request)
+    if ready is not None and results is None:
+        _READY.drop(*known)
+        _CALL_KINDS.drop((known.key, *_layouts(known.tensors)))
+    return results
+
+
+def _run_ready(ready: Ready, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse of a call whose forms are made, or None if it failed.
+
+    A call that failed is planned again. Errors that say nothing about it are raised.
+    """
     try:
         if request.sink_logits is None:
             return ready.kernel(q, k, v, None, *ready.forms)
         return with_sinks_of(ready(q, k, v, request.sink_logits), request)
     except Exception as error:  # kernels raise errors of any type
-        _raise_what_says_nothing(error)
-    _READY.drop(*known)
-    _CALL_KINDS.drop((known.key, *_layouts(known.tensors)))
-    return None
-
-
-def _raise_what_says_nothing(error: Exception) -> None:
-    """Raise an error that says nothing about a kernel. After any other one the call is planned again."""
-    if isinstance(error, Refused) or passing_error(error) is not None:
-        raise error
+        if isinstance(error, Refused) or passing_error(error) is not None:
+            raise
+        return None
 
 
 def keep(known: Known, ready: Ready, planned: Planned) -> None:
@@ -250,10 +269,22 @@ def keep(known: Known, ready: Ready, planned: Planned) -> None:
         _READY.put(key, tensors, ready, ENTRY + ready.nbytes + planned.aliases.nbytes)
     elif not any(t.requires_grad for t in tensors):
         return
-    if tensors and planned.call.q.device.type in _KINDS_ON:
+    _keep_kind(known, ready, planned)
+
+
+def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
+    """Keep the kind of a call, for other tensors."""
+    if known.tensors and planned.call.q.device.type in _KINDS_ON:
         with contextlib.suppress(Opaque):
-            kind = Kind(ready.kernel, planned.call.plans, tensors, planned.where_last)
-            _CALL_KINDS.put((key, *_layouts(tensors)), (), kind, ENTRY)
+            kind = Kind(ready.kernel, planned.call.plans, known.tensors, planned.where_last)
+            _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)
+
+
+def _kind_of(known: Known, device: torch.device) -> Kind | None:
+    """Return the kind of a call that was made with other tensors, or None."""
+    if not known.tensors or device.type not in _KINDS_ON:
+        return None
+    return _CALL_KINDS.get((known.key, *_layouts(known.tensors)))
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
@@ -264,19 +295,13 @@ def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | Non
 
 def _of_kind(known: Known, device: torch.device) -> Ready | None:
     """Return what the kind of such calls makes of tensors, or None if there was no call of the kind."""
-    key, tensors = known
-    if not tensors or device.type not in _KINDS_ON:
+    launch, tensors = _launch_of_kind(known, device), known.tensors
+    if launch is None:
         return None
-    kind = _CALL_KINDS.get((key, *_layouts(tensors)))
-    try:
-        ready = None if kind is None else kind(tensors)
-    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
-        if passing_error(error) is not None:
-            raise
-        return None
-    if ready is not None and not any(t.requires_grad for t in tensors):  # what is kept would hold them
+    ready: Ready = launch.ready
+    if not any(t.requires_grad for t in tensors):  # what is kept would hold them
         copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
-        _READY.put(key, tensors, ready, ENTRY + ready.nbytes + copied)
+        _READY.put(known.key, tensors, ready, ENTRY + ready.nbytes + copied)
     return ready
 
 

@@ -397,21 +397,24 @@ class Kind:
         places = {id(t): n for n, t in enumerate(tensors)}
         if len(places) < len(tensors):
             raise Opaque("one tensor in two places, which may be two tensors in the next call")
-        self._kernel, self._has_pages = kernel, plans.pages is not None
+        self.kernel, self._has_pages = kernel, plans.pages is not None
         self._q_len = 0
         if where_last is not None:
             self._q_len, places[id(where_last)] = plans.mask.size.q_len, len(tensors)
         self._plans = [(plan.template(), [_place_of(t, places) for t in plan.inputs]) for plan in plans[:2] if plan]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Ready:
-        """Return the call with these tensors. Gradients flow through those alone that functions read."""
+    def plans(self, tensors: Sequence[Tensor]) -> Plans:
+        """Return the plans of a call with these tensors, of which nothing is made yet.
+
+        Gradients flow through those tensors alone that functions read.
+        """
         tensors = list(tensors)
         pages = PageTable(*tensors[-2:]) if self._has_pages else None
         if self._q_len:
             tensors.append(offset_of_last(tensors[-2].detach(), self._q_len))
         plans = [template.with_tensors([tensors[n] for n in places]) for template, places in self._plans]
         mask, score, *_ = *plans, None
-        return Ready(self._kernel, self._kernel.forms(Plans(mask, score, pages)))
+        return Plans(mask, score, pages)
 
 
 def _place_of(tensor: Tensor, places: dict[int, int]) -> int:

@@ -560,7 +560,7 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = Kind(_Functions(), Plans(of_mask), numbers, None)
     for n in (50, 7):
         mask, numbers = two_windows(n)
-        renewed = kind(numbers).forms[0].block_mask.mask_mod
+        renewed = kind.kernel.forms(kind.plans(numbers))[0].block_mask.mask_mod
         shape = BATCH, HEADS, LENGTH, LENGTH
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 
