@@ -84,7 +84,8 @@ def grouped(x: Tensor, groups: int) -> Tensor:
 
 def forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return output and lse [B, H, Q]."""
-    q, k, v = with_rows_together(q, k, v)
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        q, k, v = with_rows_together(q, k, v)
     out, lse = compat.flash_on_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     return out, lse
 

@@ -152,7 +152,7 @@ class CpuKernel(ShortKernel):
             self.uncompiled.count(q, k, v)
         if not mask.shows:
             return self.by_reference(mask, q, k, v)[0], None
-        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        rows = q if self.groups == 1 else q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         out, lse = forward_on_cpu(rows, k, v, mask.added, self.scale)
         if mask.hidden_rows is not None:
             out.masked_fill_(mask.hidden_rows[..., None], 0)
@@ -162,7 +162,7 @@ class CpuKernel(ShortKernel):
             total = total + lse.sum()
         if not math.isfinite(total.item()):
             return self.by_reference(mask, q, k, v)[0], None
-        return out.reshape(q.shape), lse
+        return out if self.groups == 1 else out.reshape(q.shape), lse
 
     def backward(
         self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
