@@ -215,8 +215,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     # run unfused are taken for fused ones.
     "fused_sdp_choice": ("torch:_fused_sdp_choice", lambda *_, **__: 1),
     # torch's kernel for the CPU; the public function gives no lse.
-    "flash_on_cpu": (f"{_FLASH_ON_CPU}.default", "masks as tensors on a CPU"),
-    "flash_on_cpu_backward": (f"{_FLASH_ON_CPU}_backward.default", "masks as tensors on a CPU"),
+    "flash_on_cpu": (_FLASH_ON_CPU, "masks as tensors on a CPU"),
+    "flash_on_cpu_backward": (f"{_FLASH_ON_CPU}_backward", "masks as tensors on a CPU"),
     # Copies tensors into others by one kernel. torch.foreach.copy_ is public from torch 2.15 on.
     "copy_all": ("torch:_foreach_copy_", _copy_each),
     # The address of the current stream of a GPU, by its index. The public way takes longer.

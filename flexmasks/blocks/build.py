@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ from flexmasks.kernels.operators import positions
 _PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The index tensors of a BlockMask, without the mask function and the user's tensors that it may hold."""
 
     q_len: int

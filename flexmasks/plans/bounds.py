@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -94,7 +93,7 @@ class RecordedPlan:
             structure, made = taken_apart(arguments)
             if structure is None:
                 raise Opaque("`prepare` returns tensors inside objects")
-            self._arguments, self._layout = structure, replace(layout, indices=())
+            self._arguments, self._layout = structure, layout._replace(indices=())
             self._index_bounds = [getattr(t, "bounds", None) for t in made]
             # A cache holds the outputs, which must not be the user's own tensors.
             return [t.clone() if any(t is x for x in tensors) else t for t in (*layout.indices, *made)]
@@ -108,7 +107,7 @@ class RecordedPlan:
         for tensor, index_bounds in zip(made[count:], self._index_bounds, strict=True):
             if index_bounds is not None:
                 tensor.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
-        return Resolved(self._arguments.fill(made[count:]), replace(self._layout, indices=tuple(made[:count])))
+        return Resolved(self._arguments.fill(made[count:]), self._layout._replace(indices=tuple(made[:count])))
 
 
 def taken_apart(resolved: Any) -> tuple[Structure | None, list[Tensor]]:

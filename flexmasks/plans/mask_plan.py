@@ -144,6 +144,11 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
+        program = self._program("blocks", self.block_size)
+        if program is not None:
+            self._check_values()
+            arguments, layout = program(self.inputs)
+            return _PreparedMask(arguments, self._offset_tensor(), layout)
         key = self.block_size, self.open_extents, self._allows_bounds
         suits = (lambda prepared: not prepared.layout.unknown) if self._exact else None
         return self._cached(_BLOCKS, self._build, *key, suits=suits)
@@ -174,6 +179,7 @@ class MaskPlan(Plan):
         self._record(kind, lambda: RecordedPlan(self._sized_mask, inputs))
         if kind.recorded is None:
             return self._build_exactly(why=kind.why_exact)
+        self._programs["blocks", self.block_size] = kind.recorded
         self._check_values()
         arguments, layout = kind.recorded(inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout)
@@ -231,7 +237,7 @@ class MaskPlan(Plan):
         if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
         self._bits = layout.bits
-        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), why)
+        return _PreparedMask(resolved, self._offset_tensor(), layout._replace(bits=None), why)
 
     @functools.cached_property
     def block_mask(self) -> compat.BlockMask:

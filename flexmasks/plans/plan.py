@@ -87,7 +87,7 @@ class Plan:
     _STATIC = frozenset(
         (
             "size", "offset", "lifted", "opaque", "unreadable", "holds_aliases", "_structure", "_key", "_kind_key",
-            "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact",
+            "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact", "_programs",
         )
     )  # fmt: skip # attributes that do not change with tensors
 
@@ -102,6 +102,8 @@ class Plan:
         check_dense(value, leaves.tensors)
         if compat.transforms_active():
             check_unbatched(value, self.tensors, offset)
+        self._programs: dict[Hashable, Any] = {}  # what was recorded for forms: plans of one template share it
+        self.is_of_template = False
         self.unreadable = structure.unreadable
         self.opaque = bool(self.unreadable)  # it may change unnoticed, so nothing is cached
         self._key = None if self.opaque else structure.key
@@ -136,9 +138,14 @@ class Plan:
         of_offset = given.pop() if self.offset is None else self.offset
         plan.tensors, plan.offset, plan.value = given, of_offset, self._structure.fill(given)
         own_offset = in_pieces.pop() if self.offset is None else self.offset
-        plan._bound_to = self._structure.fill(in_pieces), own_offset
+        plan._bound_to, plan.is_of_template = (self._structure.fill(in_pieces), own_offset), True
         plan._start()
         return plan
+
+    def _program(self, *name: Hashable) -> Any:
+        """Return the recorded operations that make a form of new tensors, if plans of this template have them."""
+        is_new = self.is_of_template and not is_capturing(self.size.device)
+        return self._programs.get(name) if is_new else None
 
     def again(self) -> Self:
         """Return a new plan of the same mask or score change, for tensors that have new values."""
@@ -264,6 +271,10 @@ class Plan:
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
             kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
         """
+        program = self._program(name)
+        if program is not None:
+            self._check_values()
+            return form(*program(self.inputs))
         size = unread(self.size, self.offset)
 
         def run(value: Any, offset: Offset) -> list[Tensor]:
@@ -300,6 +311,8 @@ class Plan:
 
             self._record(kind, lambda: Recorded(run_with, inputs))
         tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
+        if kind.recorded is not None:
+            self._programs[name,] = kind.recorded
         if is_first and not capturing:
             PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
         return tensors
