@@ -72,6 +72,9 @@ class MaskPlan(Plan):
     """
 
     is_given = False
+    # Of a template: the mask as intervals without tensors, and which input has the lengths.
+    _intervals: tuple[Intervals, int | None] | None = None
+    _lens: Tensor | None = None  # what the intervals have as lengths
 
     def __init__(
         self,
@@ -113,6 +116,23 @@ class MaskPlan(Plan):
                 vars(plan).pop(made, None)
         return self._resized[block_size]
 
+    def template(self) -> MaskPlan:
+        template, intervals = super().template(), vars(self).get("intervals")
+        if intervals is not None and self.size.device.type != "cpu":  # where values are checked
+            places = [n for n, t in enumerate(self.inputs) if t is self._lens]
+            template._intervals = intervals.with_tensors(None, None), None if intervals.lens is None else places[0]
+        return template
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> MaskPlan:
+        plan = super().with_tensors(tensors)
+        if self._intervals is not None:
+            intervals, place = self._intervals
+            offset = plan.offset.detach() if isinstance(plan.offset, Tensor) else plan.offset
+            plan._lens = None if place is None else tensors[place]
+            lens = None if plan._lens is None else plan._lens.detach()
+            vars(plan)["intervals"] = intervals.with_tensors(offset, lens)
+        return plan
+
     @functools.cached_property
     def window(self) -> Window | None:
         """The mask as a window that kernels know natively, or None."""
@@ -131,6 +151,7 @@ class MaskPlan(Plan):
         self._check_values()
         if self.size.device.type != "cpu":
             self._check_first_values()
+        self._lens = intervals.lens
         offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
