@@ -1473,7 +1473,7 @@ def test_transforms_inside_the_compiled_function(call: dict[str, Any], transform
 
 
 def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = table.Backend("mine", lambda call: None, table.BACKENDS["reference"].run)
+    mine = table.Backend("mine", lambda call: None, table.BACKENDS["reference"].kernel)
     monkeypatch.setattr(table, "BACKENDS", {"mine": mine, **table.BACKENDS})
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 2, 8, 16)

@@ -328,7 +328,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
         "numbers_of": lambda part: None,
         "mask": SimpleNamespace(window=Window(None, 0, 0, (0, 200), None)),
     }
-    return SimpleNamespace(q=q, k=q, v=q, **call)
+    return SimpleNamespace(q=q, k=q, v=q, context=Context.now(q.device), **call)
 
 
 def test_masks_that_are_no_window() -> None:

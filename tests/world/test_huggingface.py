@@ -1265,8 +1265,8 @@ def test_only_the_first_layer_of_a_step_searches(inference: bool, monkeypatch: p
         transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 4}), attn_implementation="flexmasks"
     ).eval()
     searches = []
-    search = road._with_functions
-    monkeypatch.setattr(road, "_with_functions", lambda *given: searches.append(given) or search(*given))
+    search = road.known_call
+    monkeypatch.setattr(road, "known_call", lambda *given: searches.append(given) or search(*given))
     with torch.inference_mode(inference), torch.no_grad():
         for padding in (None, PADDINGS["left"], PADDINGS["left"]):
             searches.clear()
