@@ -379,6 +379,8 @@ def _simple_key(request: Request, offset: Any, tensors: list[Tensor]) -> Hashabl
             key += [what, own_key]
             tensors += own_tensors
         else:
+            if type(value) is (Mask if what == "mask" else Score):
+                value = value.alone
             captured = plain_key(value, tensors) if type(value) is FunctionType else None
             if captured is None:
                 return None

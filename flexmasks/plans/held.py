@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import FunctionType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -183,12 +183,12 @@ class HeldPlan(AsAttentionMask):
 
     def check(self, q: Any, k: Any) -> None:
         """Raise ValueError unless the sizes are those of a call."""
-        if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
             return  # `attention` says what is wrong
         sizes = self.sizes
-        pairs = [(q.shape[2], sizes.q_len), (k.shape[2], sizes.kv_len), (q.shape[0], sizes.batch)]
-        fits = all(own is None or n == own for n, own in [*pairs, (q.shape[1], sizes.heads)])
-        if q.is_nested or not fits or sizes.device not in (None, q.device):
+        fits = not q.is_nested and (q.shape[2], k.shape[2]) == (sizes.q_len, sizes.kv_len)
+        fits = fits and sizes.batch in (None, q.shape[0]) and sizes.heads in (None, q.shape[1])
+        if not fits or sizes.device not in (None, q.device):
             fail(
                 f"the plan is for {sizes}, and q is {describe(q)}, k is {describe(k)} on {q.device}; make a plan for "
                 "these sizes, or pass the mask."
@@ -328,7 +328,9 @@ def without_plan(q: Any, k: Any, request: Any) -> Any:
     if request.score is not None and held.score is not None:
         fail("the plan has a score change; pass `score` to `flexmasks.plan` or to this call, not to both.", TypeError)
     score = held.score if request.score is None else request.score
-    q_offset = listed(held.q_offset, getattr(q, "device", None))  # inside torch.compile a plan has it as it was given
+    q_offset = held.q_offset
+    if type(q_offset) is not int:  # inside torch.compile a plan has it as it was given
+        q_offset = listed(q_offset, getattr(q, "device", None))
     return request._replace(mask=held.mask, score=score, q_offset=q_offset)
 
 
@@ -337,10 +339,8 @@ def _present_key(value: Modifier, own: frozenset[int]) -> Hashable:
 
     own: ids of the plan's tensors.
     """
-    functions = [f for f in value.definition.functions if f is not None]
-    is_alone = len(functions) == 1 and type(functions[0]) is FunctionType and not value.params
     tensors: list[Tensor] = []
-    key = plain_key(cast(FunctionType, functions[0]), tensors) if is_alone else None
+    key = plain_key(value.alone, tensors) if type(value.alone) is FunctionType else None
     if key is None:
         structure, leaves = flatten(value)
         tensors, key = leaves.all_tensors, None if structure.unreadable else structure.key

@@ -134,7 +134,8 @@ def functions_of(kind: str, value: Any) -> Any:
         return value if known.by_library else known.functions
     if isinstance(value, (list, tuple)):
         return [functions_of(kind, v) for v in value]
-    return value
+    alone = value.alone if isinstance(value, Mask | Score) else None
+    return value if alone is None else alone
 
 
 def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:

@@ -135,6 +135,12 @@ class Modifier(Readable):
         structure, leaves = flatten(self)
         return None if structure.unreadable else (structure.key, leaves.tensors)
 
+    @functools.cached_property
+    def alone(self) -> Any:
+        """The function, if the value is one function and nothing else, or None."""
+        functions = [f for f in self.definition.functions if f is not None]
+        return functions[0] if len(functions) == 1 and not self.params else None
+
     def is_relative(self) -> bool:
         """Whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
         return all(m.definition.relative for m in self.inside())
