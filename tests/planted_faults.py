@@ -185,7 +185,7 @@ FAULTS: list[Fault] = [
         "spec/parts.py",
         "inner(*score, _shifted(b, first_batch), _shifted(h, first_head)",
         "inner(*score, _shifted(b, first_batch), h",
-        ("tests/masks/test_layouts.py::test_a_part_has_the_batch_elements_and_heads_of_the_whole_call", *_DISTRIBUTED),
+        ("tests/engine/test_parts.py::test_a_part_is_a_slice_of_the_whole", *_DISTRIBUTED),
     ),
     Fault(
         "spec/parts.py",
@@ -197,7 +197,7 @@ FAULTS: list[Fault] = [
         "spec/structure.py",
         "return self._number(value, place, value > 0)",
         "return self._number(value, place, True)",
-        ("tests/engine/test_kernel_counts.py::test_tensors_in_places_of_numbers",),
+        ("tests/engine/test_structure.py::test_the_kind_and_the_sign_of_a_number_belong_to_the_code",),
     ),
     Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
     Fault(
@@ -211,7 +211,7 @@ FAULTS: list[Fault] = [
         "spec/structure.py",
         "return (kind, repr(value)), lambda",
         "return (kind, value), lambda",
-        ("tests/engine/test_cache.py::test_nothing_stale",),
+        ("tests/engine/test_structure.py::test_keys_are_equal_where_code_and_constants_are",),
     ),
     # --- plans ---
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
@@ -397,7 +397,7 @@ FAULTS: list[Fault] = [
         "spec/numbers.py",
         "seen.why_constant = difference(function, made, device, sizes)",
         'seen.why_constant = ""',
-        ("tests/engine/test_kernel_counts.py::test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once",),
+        ("tests/engine/test_numbers.py::test_a_number_that_cannot_be_an_input_is_warned_of_once",),
     ),
     Fault("plans/held.py", "_write(former)", "pass", _UPDATES),
     Fault("plans/held.py", "if own.others != made.others:", "if False:", _UPDATES),
@@ -595,7 +595,12 @@ FAULTS: list[Fault] = [
         ("tests/world/test_distributed_plan.py",),
     ),
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
-    Fault("spec/parts.py", "sinks.narrow(0, self.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
+    Fault(
+        "spec/parts.py",
+        "sinks.narrow(0, self.first_head, heads)",
+        "sinks.narrow(0, 0, heads)",
+        ("tests/engine/test_parts.py",),
+    ),
     # --- calls, caches, orders, threads, pictures ---
     Fault(
         "cache.py",
@@ -739,7 +744,7 @@ FAULTS: list[Fault] = [
         "spec/parts.py",
         "factors.slopes[first_head : first_head + size.heads]",
         "factors.slopes[: size.heads]",
-        ("tests/engine/test_plans.py::test_factors_of_alibi_inside_others",),
+        ("tests/engine/test_parts.py::test_bands_caps_and_slopes_of_a_part",),
     ),
     Fault(
         "plans/tracing.py",

@@ -1,4 +1,4 @@
-"""The call `attention`: rows that see nothing, poison, compositions, decoding, jagged tensors, compilation."""
+"""The call `attention`: rows that see nothing, poison, compositions, decoding, sequences end to end, compilation."""
 
 from __future__ import annotations
 
@@ -604,52 +604,6 @@ def test_a_learned_bias_stays_fused(size: int, monkeypatch: pytest.MonkeyPatch) 
         assert error(got, expected.double().cpu()) < 2 * TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.usefixtures("quick_kernels")
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", [(5, 130, 0, 40), (300,), (1, 1)])
-def test_jagged(lengths: tuple[int, ...], device: str) -> None:
-    sequences = [torch.randn(n, 4, 32, device=device) for n in lengths]
-    nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
-    seq_lens = torch.tensor([max(0, n - 3) for n in lengths], device=device)
-    backend = (
-        "auto" if len(lengths) > 2 or device == "cuda" else "reference"
-    )  # one compiled kernel for the CPU is enough
-    out = flexmasks.attention(nested, nested, nested, mask="grouped_tril", seq_lens=seq_lens, backend=backend)
-    assert out.shape == nested.shape
-    for x, y, n in zip(sequences, out.unbind(), seq_lens.tolist(), strict=True):
-        x = x.transpose(0, 1)[None].double().cpu()
-        visible = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
-        visible[n:] = False
-        assert y.shape == x.shape[1:]
-        if x.shape[2]:
-            want, _ = attend(x, x, x, visible)
-            assert error(y, want[0]) < TOLERANCE[torch.float32]
-
-
-def test_jagged_cross_attention_with_gradients_and_lse() -> None:
-    queries = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (3, 50, 20)]
-    keys = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (70, 0, 20)]
-    values = [torch.randn(n, 2, 24, dtype=torch.float64) for n in (70, 0, 20)]
-    q, k, v = (torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True) for x in (queries, keys, values))
-    out, lse = flexmasks.attention(
-        q.transpose(1, 2), _slots(k), _slots(v), score="alibi", q_offset="first", return_lse=True
-    )
-    out.values().sum().backward()
-    assert q.grad.offsets() is q.offsets()
-    assert v.grad.values().shape == (90, 2, 24)
-    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64).view(1, 2, 1, 1)
-    for x, y, z, got, got_lse in zip(queries, keys, values, out.unbind(), lse.unbind(), strict=True):
-        if not len(y):
-            assert torch.all(got == 0)
-            assert torch.all(got_lse == -math.inf)
-            continue
-        x, y, z = (t.transpose(0, 1)[None] for t in (x, y, z))
-        distance = torch.arange(x.shape[2])[:, None] - torch.arange(y.shape[2])
-        want, want_lse = attend(x, y, z, None, lambda s, d=distance: s - slopes * d)
-        assert torch.allclose(got, want[0])
-        assert torch.allclose(got_lse, want_lse[0])
-
-
 # The lengths of each sequence's queries and keys, and the position of its first query.
 _VARLEN = {
     "itself": ((5, 130, 0, 40), None, 0),
@@ -755,22 +709,6 @@ def test_varlen_says_what_does_not_fit(wrong: dict[str, Any], message: str) -> N
     arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "offsets": [0, 2, 9], **wrong}
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         flexmasks.varlen_attention(**arguments)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_jagged_queries_that_start_later(device: str) -> None:
-    """The last queries of each sequence see what they see in causal attention over the whole sequence."""
-    whole = [torch.randn(n, 2, 16, dtype=torch.float64, device=device) for n in (40, 7, 130)]
-    query_counts = [1, 7, 30]
-    nested = [torch.nested.nested_tensor(x, layout=torch.jagged).transpose(1, 2) for x in (
-        [x[-n:] for x, n in zip(whole, query_counts, strict=True)], whole)]  # fmt: skip
-    out = flexmasks.attention(
-        nested[0], nested[1], nested[1], mask="causal", q_offset=torch.tensor([39, 0, 100], device=device)
-    )
-    for x, got in zip(whole, out.unbind(), strict=True):
-        y = x.transpose(0, 1)[None].cpu()
-        want, _ = attend(y, y, y, torch.ones(len(x), len(x), dtype=torch.bool).tril())
-        assert torch.allclose(got.cpu(), want[0, :, -got.shape[1] :])
 
 
 @pytest.mark.slow
@@ -1067,23 +1005,6 @@ def test_threads_leave_torchs_switches_alone() -> None:
         list(pool.map(lambda _: flexmasks.attention(q, k, v, mask="causal"), range(300)))
     mask = torch.rand(64, 64) > 0.5
     assert F.scaled_dot_product_attention(q, k, v, attn_mask=mask).shape == q.shape
-
-
-@pytest.mark.usefixtures("quick_kernels")
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_casts_as_sdpa_does(device: str) -> None:
-    q, k, v = torch.randn(3, 1, 2, 40, 16, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        for mask in ("causal", "prefix_lm"):
-            params: dict[str, Any] = {"prefix_len": 3} if mask == "prefix_lm" else {}
-            out = flexmasks.attention(q, k.bfloat16(), v, mask=mask, **params)
-            assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-            visible = flexmasks.dense_mask(mask, 40, **params).cpu()
-            want, want_lse = attend(*(x.bfloat16().double().cpu() for x in (q, k, v)), visible)
-            assert error(out, want) < TOLERANCE[torch.bfloat16]
-            _, lse = flexmasks.attention(q, k, v, mask=mask, return_lse=True, backend="reference", **params)
-            assert lse.dtype == torch.float32
-            check_lse(lse, want_lse, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -48,12 +48,10 @@ import flexmasks
 from flexmasks import Mask, flex, inside_compile
 from flexmasks.backends import decode, fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, short, table
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.masks.causal import causal
 from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
-from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.encoding import Unreadable, encode
+from flexmasks.spec.encoding import encode
 from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
@@ -430,33 +428,6 @@ def test_torch_finds_compiled_graphs_on_the_disk() -> None:
         found = counters["aot_autograd"]
         assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == (is_second, not is_second)
         assert not found["autograd_cache_bypass"]
-
-
-def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
-    """What a user has registered under a name may be another mask in the next process."""
-
-    def looked_up(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
-        return flexmasks.get_mask("causal")(b, h, q, kv)
-
-    def helped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return leading(q, b, h, q)[0] >= kv
-
-    cpu = torch.device("cpu")
-    with pytest.raises(Unreadable, match="reads the variable 'flexmasks'"):
-        encode(flexmasks.get_mask(looked_up), cpu)
-    names = {encode(flexmasks.get_mask(helped), cpu).values()[1] for _ in range(2)}
-    assert len(names) == 1
-
-    @functools.wraps(causal)
-    def wrapped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return q >= kv - 3
-
-    for name, function in (("another_causal", causal), ("wrapped_causal", wrapped)):
-        flexmasks.register_mask(name=name)(function)
-        assert not flexmasks.get_mask(name).is_by_library()
-    assert flexmasks.packed("causal", [0, 9]).is_by_library()
-    assert all(d.by_library for d in definitions.OPERATORS.values())
-    assert flexmasks.get_mask("causal").is_by_library()
 
 
 def _window(ids: Tensor) -> Mask:

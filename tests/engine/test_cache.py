@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 import flexmasks
 from flexmasks.cache import Cache, Part, identity
 from flexmasks.spec.definitions import _NAMES
-from flexmasks.spec.structure import Opaque, key_of, plain_key
+from flexmasks.spec.structure import plain_key
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -774,30 +774,6 @@ def test_attention_plans_once() -> None:
     assert flexmasks.cache_info()["plans"].parts["calls"].hits == 2
 
 
-def test_library_parts_are_read() -> None:
-    parts = (torch, torch.where, torch.Tensor.add, operator.and_, len, int, torch.int32, functools.reduce)
-    for part in parts:
-        assert key_of(part, []) == key_of(part, [])
-    for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(600), np.array([None]), object(), {1, 2}):
-        with pytest.raises(Opaque):
-            key_of(part, [])
-
-
-def test_functions_that_read_other_values_have_other_keys() -> None:
-    """Check both ways to read functions: each value must give its own key."""
-    read = lambda: first if second else None  # type: ignore[name-defined] # noqa: E731, F821
-    some = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
-    more = ({"first": 0.0}, {"first": "1"}, {"first": torch}, {"first": tensor(1)}, {"first": tensor(1).int()}, {})
-    functions = [types.FunctionType(read.__code__, dict(variables)) for variables in (*some, *more)]
-    for capturing in (key_of, plain_key):
-        keys = [capturing(function, []) for function in functions]
-        assert None not in keys
-        assert len(set(keys)) == len(keys)
-        assert keys == [capturing(function, []) for function in functions]
-    for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
-        assert plain_key(types.FunctionType(read.__code__, unknown), []) is None
-
-
 def test_plans_of_another_default_dtype_are_others() -> None:
     """A quotient of whole numbers has that dtype, and float32 cannot tell the odd key from the even one."""
 
@@ -835,14 +811,6 @@ def test_parameters_that_look_alike_are_distinguished() -> None:
     assert not torch.allclose(before, flexmasks.attention(q, q, q, mask=limited, at=limit, backend="reference"))
     ends = [_attend(q, mask=lambda b, h, q, kv, ends=ends: kv < ends.stop) for ends in (range(0, 3, 2), range(0, 4, 2))]
     assert not torch.allclose(*ends)
-
-
-def test_tensors_of_opaque_functions_are_found() -> None:
-    module = torch.nn.Linear(2, 2)
-    tensors: list[Tensor] = []
-    with pytest.raises(Opaque):
-        key_of(lambda: module, tensors)
-    assert any(t is module.weight for t in tensors)
 
 
 # --- life and size ---

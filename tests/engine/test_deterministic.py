@@ -16,10 +16,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import inside_compile, road
+from flexmasks import inside_compile
 from flexmasks.backends import fa4_package, table
 from flexmasks.context import Context
-from flexmasks.request import Request
 
 
 @pytest.fixture
@@ -89,13 +88,6 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
 
     assert first(learns=True) == "reference"
     assert first(learns=False) == "flex"
-
-
-def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:
-    q = torch.zeros(1, 2, 8, 16)
-    strict = road.known_call(q, q, q, Request(mask="causal"), Context.now(q.device))
-    deterministic(False)
-    assert road.known_call(q, q, q, Request(mask="causal"), Context.now(q.device)) != strict
 
 
 def _learned(device: str, length: int) -> dict[str, tuple[Tensor, Any]]:

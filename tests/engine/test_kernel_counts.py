@@ -19,7 +19,6 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from flexmasks.backends import flex, flex_kernels
 from flexmasks.spec import numbers
-from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -265,28 +264,6 @@ def test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "`, read by a score function, had more than 2 values" in caplog.text
     assert reason in caplog.text
-
-
-def test_tensors_in_places_of_numbers() -> None:
-    """Each kind of place is found and filled; a place that no copy reaches is an error."""
-    arguments = torch.tensor(1.5), *torch.tensor([0, 1, 5, 3])
-    for make in (scaled, by_default, by_partial, nested):
-        structure, after = flatten(make(9.0))
-        want = make(9.0)(*arguments)
-        function = make(4.0)
-        same, before = flatten(function)
-        assert same.key_without_numbers == structure.key_without_numbers
-        assert same.key != structure.key
-        pairs = zip(before.numbers, after.numbers, strict=True)
-        varying = {n: a for n, (a, b) in enumerate(pairs) if a.value != b.value}
-        assert [a.name for a in varying.values()] == ["n"]
-        inputs = {n: a.tensor(torch.float32, torch.device("cpu")) + 5 for n, a in varying.items()}
-        assert torch.allclose(with_inputs(same, before, inputs)(*arguments), want)
-    assert flatten(scaled(4.0))[0].key_without_numbers != flatten(scaled(4))[0].key_without_numbers
-    signed = [flatten(by_partial(n))[0].key_without_numbers for n in (4, -4)]
-    assert signed[0] != signed[1]  # the sign of a divisor matters
-    with pytest.raises(Opaque, match="`FACTOR`, a global variable"):
-        with_inputs(*flatten(reads_a_global), {0: torch.tensor(3)})
 
 
 # --- numbers of masks ---

@@ -22,9 +22,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.sizes import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.registry import example
-from flexmasks.spec.structure import flatten
 from flexmasks.spec.values import Modifier, ResolvedInner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -309,21 +307,6 @@ def test_tables_inside_sequences_may_have_any_length_up_to_the_bound() -> None:
         flexmasks.dense_mask(flexmasks.packed(inner, offsets, max_length=-1), 14)
 
 
-def test_a_bound_of_lengths_is_no_part_of_a_kernel() -> None:
-    keys = [flatten(flexmasks.packed("causal", [0, 4], max_length=n), contents=False)[0].key for n in (4, 9)]
-    assert keys[0] == keys[1]
-    keys = [flatten(flexmasks.packed("causal", [0, 4], max_length=n))[0].key for n in (4, 9)]
-    assert keys[0] != keys[1]
-
-
-def test_the_sizes_of_a_whole_call_are_no_part_of_a_kernel() -> None:
-    mask, score = flexmasks.get_mask("causal"), flexmasks.get_score("alibi")
-    parts = [PartOfCall(batch, 4, length, first_position=3) for batch, length in ((1, None), (1, 96), (2, 104))]
-    for value in (mask, score):
-        assert len({flatten(part_of(value, part), contents=False)[0].key for part in parts}) == 1
-        assert len({flatten(part_of(value, part))[0].key for part in parts}) == 3
-
-
 def test_sequences_with_a_bound_of_lengths_are_planned_without_a_read() -> None:
     q = torch.randn(1, 2, 300, 8)
     plans = []
@@ -364,12 +347,3 @@ def test_values_out_of_bounds_are_no_error_if_they_may_not_be_read() -> None:
     mask.resolve(replace(size, may_read=False))
     with pytest.raises(ValueError, match="must be int"):  # shapes are still checked
         mask.resolve(replace(size, batch=3, may_read=False))
-
-
-def test_a_part_has_the_batch_elements_and_heads_of_the_whole_call() -> None:
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q + kv) % (2 + b + 3 * h) == 0
-
-    whole = flexmasks.dense_mask(visible, 12, batch=3, heads=4)
-    part = part_of(flexmasks.get_mask(visible), PartOfCall(3, 4, 12, first_batch=1, first_head=2))
-    assert torch.equal(flexmasks.dense_mask(part, 12, batch=2, heads=2), whole[1:3, 2:4])

@@ -21,7 +21,6 @@ from flexmasks import road
 from flexmasks.spec.bands import band_of, cap_of, factors_of
 from flexmasks.spec.code import attributes_read
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import flatten
 
 BATCH, HEADS, LENGTH = 2, 2, 40
 
@@ -123,20 +122,6 @@ def test_later_calls_find_what_the_first_one_made(monkeypatch: pytest.MonkeyPatc
     for module, name in ((road, "run_first_time"), (road, "plan_call")):
         monkeypatch.setattr(module, name, None)
     assert torch.equal(call(), want)
-
-
-def test_a_copy_reads_a_namespace() -> None:
-    """It has what the code reads and no more: neither the object nor other tensors stay alive in a cache."""
-    model = Model("methods")
-    structure, leaves = flatten((model.mask, model.score))
-    assert [t is x for t, x in zip(leaves.tensors, (model.lens, model.slopes), strict=True)] == [True, True]
-    mask, score = structure.fill([torch.tensor([1, 2]), torch.ones(2)])
-    assert vars(mask.__self__).keys() == {"lens", "settings"}
-    assert vars(score.__self__).keys() == {"slopes", "factor"}
-    assert mask(*map(torch.tensor, (0, 0, 0, 0)))
-    assert not mask(*map(torch.tensor, (0, 0, 0, 1)))
-    again, _ = flatten((mask, score))
-    assert again.key == structure.key
 
 
 def test_what_code_does_with_an_object() -> None:

@@ -24,7 +24,6 @@ import flexmasks
 from flexmasks import Mask, Score, get_mask, get_score
 from flexmasks.spec import definitions
 from flexmasks.spec.definitions import _NAMES
-from flexmasks.spec.structure import flatten
 
 LENGTH = 64
 MASKS = sorted(entry.name for entry in flexmasks.list_masks())
@@ -520,18 +519,6 @@ def test_a_default_tensor_is_not_kept_alive() -> None:
     del function
     gc.collect()
     assert alive() is None
-
-
-def test_numbers_and_lists_in_kernel_keys() -> None:
-    def key(lift: bool = False, contents: bool = False, **params: Any) -> Any:
-        return flatten(get_mask("prefix_lm", **params), lifts=lift, contents=contents)[0].key
-
-    assert key(prefix_len=[1, 2]) == key(prefix_len=[3, 4])
-    assert key(prefix_len=[1, 2], contents=True) != key(prefix_len=[3, 4], contents=True)
-    assert key(prefix_len=1) != key(prefix_len=2)
-    assert key(prefix_len=1, lift=True) == key(prefix_len=2, lift=True)
-    both = [get_mask("causal") & get_mask("padding", seq_lens=[n]) for n in (1, 2)]
-    assert len({flatten(mask, contents=False)[0].key for mask in both}) == 1
 
 
 def test_no_parameter_has_the_name_of_an_argument_of_attention() -> None:
