@@ -20,7 +20,7 @@ from flexmasks.masks import causal, document
 
 PACKAGE = Path(flexmasks.__file__).parent
 PAGE = (PACKAGE / "README.md").read_text()
-MOST = {"repeated": 22, "of a held plan": 14}
+MOST = {"first": 800, "repeated": 22, "of a held plan": 14, "in a compiled graph": 0}
 KERNELS: dict[str, type[Kernel]] = {
     "causal, by torch's kernel": SdpaKernel,
     "documents, with the whole mask": ShortKernel,
@@ -58,13 +58,25 @@ def test_functions_of_a_call(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     mask = causal() if what.startswith("causal") else causal() & document(document_ids=ids)
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
     plan = flexmasks.plan(mask, LENGTH, batch=1, heads=2)
+
+    def call() -> Tensor:
+        return flexmasks.attention(q, k, v, mask=mask)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     calls: dict[str, Callable[[], Tensor]] = {
-        "repeated": lambda: flexmasks.attention(q, k, v, mask=mask),
+        "first": call,
+        "repeated": call,
         "of a held plan": lambda: flexmasks.attention(q, k, v, mask=plan),
+        "in a compiled graph": compiled,
     }
     said = next(line for line in PAGE.splitlines() if line.startswith(f"| {what} |"))
     in_page = dict(zip(MOST, map(int, re.findall(r"\d+", said)), strict=True))
-    for name, call in calls.items():
+    for name, run in calls.items():
         for _ in range(3):
-            call()
-        assert functions_run(call, KERNELS[what]) == in_page[name] <= MOST[name]
+            run()
+        if name == "first":
+            flexmasks.clear_caches()
+        count = functions_run(run, KERNELS[what])
+        # What a first call runs depends on the version of torch.
+        assert abs(count - in_page[name]) <= (in_page[name] // 10 if name == "first" else 0)
+        assert count <= MOST[name]
