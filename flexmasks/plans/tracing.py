@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexmasks import compat
 
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
 _aten = torch.ops.aten
+_ARRAYS = Tensor.numpy, Tensor.__array__, Tensor.__dlpack__
 
 
 @dataclass(eq=False)
@@ -54,10 +56,19 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Pr
     Raises what the function raises, and RuntimeError where it reads a value that depends on an input.
     """
     tracer = _Tracer(inputs)
-    with compat.keeping_environment(), tracer:  # a mode of torch's imports torch._dynamo
+    with compat.keeping_environment(), tracer, _NoArrays():  # a mode of torch's imports torch._dynamo
         results = torch.func.functionalize(function)(*inputs)
     outputs = [tracer.value_of(x) for x in results]
     return Program(tracer.inputs, _needed(tracer.operations, outputs), outputs)
+
+
+class _NoArrays(TorchFunctionMode):
+    """Refuses arrays of tensors: to make one is no operation, and functionalized tensors have no memory to share."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ARRAYS:
+            raise RuntimeError(f"{func.__name__} reads values of a tensor")
+        return func(*args, **(kwargs or {}))
 
 
 class _Tracer(compat.TorchDispatchMode):
