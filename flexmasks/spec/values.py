@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -47,6 +47,8 @@ from flexmasks.spec.parameters import (
     same,
 )
 from flexmasks.spec.structure import Filling, Readable, Recipe, Walk, flatten, state_of, tensors_of
+
+_NO_FUNCTIONS = [f.name for f in fields(Definition) if f.init and f.name not in FUNCTIONS]
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,9 @@ class Modifier(Readable):
             else:
                 part, params[name] = walk.take(value, (id(self), "parameter", name))
                 key.append((name, part))
-        return tuple(key), functools.partial(_filled, type(self), definition, functions, params)
+        # The functions of a user's definition may hold tensors.
+        kept = definition if definition.by_library else {name: getattr(definition, name) for name in _NO_FUNCTIONS}
+        return tuple(key), functools.partial(_filled, type(self), kept, functions, params)
 
     def checked(self, size: Size) -> dict[str, Any]:
         """The parameters by name, checked against a call's sizes, with sequences as tensors."""
@@ -425,10 +429,14 @@ _refuse("bool", "and`, `or`, `not`, `if")
 
 
 def _filled(
-    cls: type[Modifier], definition: Definition, functions: list[Recipe], params: dict[str, Recipe], filling: Filling
+    cls: type[Modifier],
+    definition: Definition | dict[str, Any],
+    functions: list[Recipe],
+    params: dict[str, Recipe],
+    filling: Filling,
 ) -> Modifier:
-    if functions:
-        definition = replace(definition, **dict(zip(FUNCTIONS, filling.sequence(functions), strict=True)))
+    if isinstance(definition, dict):
+        definition = Definition(**definition, **dict(zip(FUNCTIONS, filling.sequence(functions), strict=True)))
     return cls(definition, filling.dictionary(params))
 
 
