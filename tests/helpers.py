@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
+from flexmasks import compat
 from flexmasks.backends.exact import CONSTANT, OF_FLASH_ALONE, outside_table
+from flexmasks.plans import recorded
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import tensors_of
 
@@ -267,6 +270,55 @@ def without_waits(device: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class PlayedGraph(recorded._Graph):
+    """A CUDA graph without a GPU: a replay runs the operations on the fixed places of the inputs."""
+
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+        self.raw_stream = 0
+        self._places = [recorded._Place(x) for x in inputs]
+        for place, x in zip(self._places, inputs, strict=True):
+            place.fill(x)
+        self._run = run
+        self._outputs = self._run_in_places()
+        self._packs = [recorded._Pack(tensors) for tensors in recorded._by_dtype(self._outputs)]
+        self._graph: Any = SimpleNamespace(replay=self._replay)
+
+    def _run_in_places(self) -> list[Tensor]:
+        return self._run(*(place.tensor for place in self._places))
+
+    def _replay(self) -> None:
+        for pack, tensors in zip(self._packs, recorded._by_dtype(self._run_in_places()), strict=True):
+            pack.memory.copy_(recorded._Pack(tensors).memory)
+
+
+def play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recorded operations run on a CPU as in a CUDA graph."""
+    monkeypatch.setattr(recorded, "_GRAPHS_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(recorded, "_Graph", PlayedGraph)
+    monkeypatch.setattr(recorded, "_is_current", lambda device: True)
+    monkeypatch.setattr(compat, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return the graph of a call, after two calls outside of it, and what the captured call returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+def documents(length: int = 512, device: str = "cpu", batch: int = 2) -> Tensor:
+    """Return new document ids [batch, length], of 60 tokens in the mean."""
+    return (torch.rand(batch, length, device=device) < 1 / 60).cumsum(1).int()
 
 
 def peak_memory() -> float:

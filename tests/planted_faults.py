@@ -219,7 +219,9 @@ FAULTS: list[Fault] = [
         "plans/mask_plan.py",
         "indices[0].sum() > indices[2].sum()",
         "indices[0].sum() > indices[1].sum()",
-        ("tests/engine/test_plans.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",),
+        (
+            "tests/engine/test_mask_plan.py::test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones",
+        ),
     ),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
     Fault("plans/sizes.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
@@ -748,8 +750,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plans/tracing.py",
+        "tracer, _NoArrays():",
+        "tracer:",
+        ("tests/engine/test_tracing.py",),
+    ),
+    Fault(
+        "plans/tracing.py",
         "if varies and (",
         "if not varies and (",
-        ("tests/engine/test_plans.py",),
+        ("tests/engine/test_tracing.py",),
     ),
 ]

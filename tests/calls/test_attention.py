@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -10,7 +9,6 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -50,7 +48,6 @@ import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import trees
 from flexmasks.backends import short, table, waiting
-from flexmasks.backends.call import Kernel, Ready, Unavailable, proven
 from flexmasks.orders import in_tiles, tile_order
 from flexmasks.request import Request
 from flexmasks.road import plan_call
@@ -1483,82 +1480,6 @@ def test_selective_checkpointing_inside_other_modes(name: str, monkeypatch: pyte
     if name == "grouped":
         graph, others = make_fx(region)(*tensors()), tensors()
         torch.testing.assert_close(graph(*others), region(*others))
-
-
-def _call_of(q: Tensor, k: Tensor, v: Tensor, key: str) -> Any:
-    return SimpleNamespace(q=q, k=k, v=v, kv=(k, v), sinks=None, needs_grad=True, outcome_key=key)
-
-
-@pytest.mark.usefixtures("cold")
-def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
-    """What a backend saves to prove that it has gradients is not what the call saves."""
-
-    class Tried(Kernel):
-        key = "tried out in a test"
-
-        def __call__(
-            self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
-        ) -> tuple[Tensor, None]:
-            return (q.exp() @ k.mT.exp()) @ v.sin(), None
-
-    tensors, ready = [torch.randn(1, 2, 5, 3, requires_grad=True) for _ in range(3)], Ready(Tried(), ())
-    calls = []
-
-    def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(_call_of(q, k, v, "tried out"))
-        return proven(calls[-1], ready).out.cos()
-
-    got = torch.autograd.grad(checkpoint(region, *tensors, use_reentrant=False).sum(), tensors)
-    want = torch.autograd.grad(ready(*tensors).out.cos().sum(), tensors)
-    assert len(calls) == 2
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y)
-
-
-@pytest.mark.usefixtures("cold")
-def test_a_call_that_is_tried_out_is_forgotten() -> None:
-    failures, kept = (torch.OutOfMemoryError, ValueError, None), []
-    for fails, hooks_are_allowed in itertools.product(failures, (True, False)):
-        kept.append(_storages_of_a_trial(fails, hooks_are_allowed))
-    gc.collect()
-    assert all(kept)
-    assert all(ref() is None for ref in itertools.chain(*kept))
-
-
-def _storages_of_a_trial(fails: type[Exception] | None, hooks_are_allowed: bool) -> list[Any]:
-    """Try out a call, whose backward pass may fail, and return weak references to what it saved."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            out = x.exp()
-            ctx.save_for_backward(x, out)
-            kept.append(weakref.ref(out.untyped_storage()))
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            if fails is not None:
-                raise fails("for a test")
-            return gradient * ctx.saved_tensors[1]
-
-    class Forgotten(Kernel):
-        key = f"forgotten in a test, {fails}, {hooks_are_allowed}"
-
-        def __call__(
-            self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
-        ) -> tuple[Tensor, None]:
-            return Fails.apply(q + k + v), None
-
-    kept: list[Any] = []
-    call = _call_of(*[torch.randn(3, requires_grad=True)] * 3, "?")
-    forbidden = torch.autograd.graph.disable_saved_tensors_hooks("none here")
-    with contextlib.nullcontext() if hooks_are_allowed else forbidden:
-        try:
-            proven(call, Ready(Forgotten(), ()))
-        except Unavailable:
-            assert fails is ValueError
-    return kept
 
 
 def test_gradients_of_the_reference_in_a_batch() -> None:

@@ -6,14 +6,14 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import few_queries_plain
 import pytest
 import torch
 from functions import short_and_campaign
-from helpers import TOLERANCE, check_lse, error, in_campaigns, one_in, try_examples
+from helpers import TOLERANCE, check_lse, error, in_campaigns, one_in, play_graphs, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
@@ -21,11 +21,10 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from benchmarks import private_torch
 from benchmarks.examples import on_device
-from flexmasks import compat, road
+from flexmasks import road
 from flexmasks.backends import decode
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Ready
-from flexmasks.plans import recorded
 from flexmasks.plans.whole import Whole
 from flexmasks.plans.windows import Intervals
 from flexmasks.request import Request
@@ -35,28 +34,6 @@ from flexmasks.spec.registry import example
 BATCH, HEADS, KV_HEADS, LENGTH = 3, 4, 2, 160
 MASKS = [e.name for e in flexmasks.list_masks()]
 HALF = [torch.float16, torch.bfloat16]
-
-
-class Played:
-    """Operations in the place of a CUDA graph: each run writes to the memory of the run before."""
-
-    raw_stream = 0
-
-    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
-        self._run = run
-        self._places = [recorded._Place(x) for x in inputs]
-        self._outputs = run(*(p.tensor for p in self._places))
-
-    @classmethod
-    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Played:
-        return cls(run, inputs)
-
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for place, x in zip(self._places, inputs, strict=True):
-            place.fill(x)
-        for output, made in zip(self._outputs, self._run(*(p.tensor for p in self._places)), strict=True):
-            output.copy_(made)
-        return [t.clone() for t in self._outputs]
 
 
 _ON_CPU = ["cpu", "cpu, as on a GPU"]
@@ -69,11 +46,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
-        monkeypatch.setattr(recorded, "_GRAPHS_ON", ("cpu", "cuda"))
-        monkeypatch.setattr(recorded, "_Graph", Played)
-        monkeypatch.setattr(recorded, "_is_current", lambda device: True)
-        monkeypatch.setattr(compat, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        play_graphs(monkeypatch)
     flexmasks.clear_caches()
     with torch.device(request.param.partition(",")[0]):
         yield request.param

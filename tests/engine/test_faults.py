@@ -148,45 +148,6 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
     assert flexmasks.explain(*tensors, **call).backend == "flex"
 
 
-class _Kernel(backends_call.Kernel):
-    """A kernel whose gradient fails."""
-
-    key = "kernel"
-
-    def __init__(self, fault: Exception) -> None:
-        self.fault: Exception | None = fault
-        self.runs = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any) -> tuple[Tensor, None]:
-        self.runs += 1
-        out = q + k + v
-        if self.fault is not None and q.requires_grad:
-            fault = self.fault
-
-            def fail(gradient: Tensor) -> Tensor:
-                raise fault
-
-            out.register_hook(fail)
-        return out, None
-
-
-def test_a_kernel_is_proven_only_when_its_gradient_had_memory() -> None:
-    q, k, v = _qkv(learns=True)
-    given: Any = SimpleNamespace(q=q, k=k, v=v, kv=(k, v), sinks=None, needs_grad=True, outcome_key="kind")
-    kernel = _Kernel(MISSING)
-    ready = backends_call.Ready(kernel, ())
-    for runs in (2, 4):  # each call tries the gradient, which finds no memory, and then runs
-        assert backends_call.proven(given, ready).out.shape == q.shape
-        assert kernel.runs == runs
-    kernel.fault = ValueError("no such kernel")
-    with pytest.raises(backends_call.Unavailable, match="ValueError: no such kernel"):
-        backends_call.proven(given, ready)
-    kernel.fault, kernel.runs = None, 0
-    for runs in (2, 3):
-        backends_call.proven(given, ready)
-        assert kernel.runs == runs
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "document", "own"])
 def test_a_full_gpu(mask: str) -> None:
@@ -350,17 +311,6 @@ def test_a_failure_leaves_out_its_own_lengths_and_layouts(
     _check(_one(33), call)  # so does a second length: torch cannot compile the function
     assert backends() == ["reference", "reference", "reference", "flex", "flex"]
     assert len(_warnings(caplog)) == 2
-
-
-@pytest.mark.parametrize("cause", [None, OSError("lib.so: file too short"), EOFError(), SyntaxError("null bytes")])
-def test_only_damaged_files_are_called_damaged(cause: Exception | None) -> None:
-    """What torch's compiler cannot do is no fault of the disk."""
-    inner = AssertionError("All the buffers should be in input_buffers")
-    inner.__cause__ = cause
-    assert ("TORCHINDUCTOR_CACHE_DIR" in backends_call.first_line(InductorError(inner, None))) == (cause is not None)
-    assert "TORCHINDUCTOR" not in backends_call.first_line(
-        InductorError(ModuleNotFoundError("No module named 'x'"), None)
-    )
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -11,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, check_equal_block_masks, error, in_campaigns, one_in, without_waits
+from helpers import (
+    DEVICES,
+    TOLERANCE,
+    captured,
+    check_equal_block_masks,
+    documents,
+    error,
+    in_campaigns,
+    one_in,
+    without_waits,
+)
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -19,33 +28,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from benchmarks import private_torch
-from benchmarks.examples import on_device
 from flexmasks import Mask, get_mask, road
-from flexmasks.backends.call import BlocksAndScore, Kernel, Kind, Plans
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
-from flexmasks.plans import lengths, mask_plan, plan, sizes, tracing
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
-from flexmasks.plans.recorded import Recorded, _Pack
+from flexmasks.plans import lengths, mask_plan, sizes
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import added_of
 from flexmasks.request import Request
-from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import factors_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.parts import PartOfCall, part_of, rows_of
-from flexmasks.spec.registry import example
-from flexmasks.spec.structure import replaced
 
 BATCH, HEADS, LENGTH = 2, 2, 512
 CPU = torch.device("cpu")
-WITH_TENSORS = [
-    e.name for e in flexmasks.list_masks() if on_device(example("mask", e.name, 1024), CPU).tensors()
-]  # masks whose examples have tensors
-
-
-def documents(length: int = LENGTH, device: str = "cpu") -> Tensor:
-    """Return new document ids [B, length], of 60 tokens in the mean."""
-    return (torch.rand(BATCH, length, device=device) < 1 / 60).cumsum(1).int()
 
 
 def of_ids(ids: Tensor) -> Callable[..., Tensor]:
@@ -180,115 +174,11 @@ def test_steps_with_gradients_neither_wait_nor_compile(kind: str) -> None:
     assert private_torch.compiled_graphs() == graphs
 
 
-def _sized_mask(name: str, device: torch.device, length: int = 1024) -> tuple[SizedMask, list[Tensor]]:
-    """Return the example of a name, in the sizes that it suggests, and its tensors."""
-    mask = on_device(example("mask", name, length), device)
-    q_len, kv_len = (mask.implied_size(n) or mask.implied_size("S") or length for n in ("Q", "KV"))
-    if name == "paged":
-        kv_len = int(mask.params["page_table"].max() + 1) * mask.params["page_size"]
-    size = Size(mask.implied_size("B") or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
-    return SizedMask(mask, 0, size, False, (64, 64)), mask.tensors()
-
-
-@pytest.mark.parametrize("name", WITH_TENSORS)
-def test_recorded_plans_are_those_of_the_tensors(name: str) -> None:
-    kind, tensors = _sized_mask(name, CPU)
-    recorded = RecordedPlan(kind, tensors)
-    for change in (torch.clone, torch.clone, lambda t: t.flip(0)):
-        others = [change(t) for t in tensors]
-        mask = replaced(kind.mask, zip(tensors, others, strict=True))
-        got, want = recorded(others), plan_bounds(kind._replace(mask=mask))
-        for x, y in zip(got.layout.indices, want.layout.indices, strict=True):
-            assert torch.equal(x, y)
-        assert got.arguments.keys() == want.arguments.keys()
-
-
-def test_a_function_that_reads_values_is_planned_exactly() -> None:
-    """It cannot be recorded, and `explain` says so."""
-    lens = torch.tensor([40, 60])
-
-    def mask_of(lens: Tensor) -> Mask:
-        limit = lens.clone()
-        return get_mask(lambda b, h, q, kv: kv < (limit[b] if int(limit.max()) > 50 else limit[b] - 1))
-
-    q = torch.randn(2, 1, 64, 16)
-    for _ in range(3):
-        mask = mask_of(lens)
-        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
-        assert (
-            error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 64, batch=2))) < 1e-5
-        )
-    assert "exact" in flexmasks.explain(q, q, q, mask=mask_of(lens)).plan
-
-
-def test_a_mask_that_ranges_hardly_understand_is_planned_exactly() -> None:
-    """Bounds would compute every block."""
-    q = torch.randn(1, 1, 512, 16)
-    for _ in range(3):
-        ids = documents()[0]
-        mask = get_mask(lambda b, h, q, kv, ids=ids: torch.fmod(ids[q].double() - ids[kv], 1e9).sin() == 0)
-        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
-        assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 512))) < 1e-5
-    assert "blocks" in flexmasks.explain(q, q, q, mask=mask).plan
-
-
 def test_the_backend_does_not_depend_on_values() -> None:
     q = torch.randn(1, 1, 256, 16)
     same, distinct = torch.zeros(256, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
     names = {flexmasks.explain(q, q, q, mask="document", document_ids=ids).backend for ids in (same, distinct)}
     assert len(names) == 1
-
-
-def test_recorded_operations_are_the_function() -> None:
-    """Constants are kept, and writes in place done anew at each run."""
-
-    def function(x: Tensor) -> list[Tensor]:
-        table = torch.zeros(4).scatter_(0, x, 1.0)
-        return [table + torch.arange(4), table + torch.arange(4), torch.zeros(4)]
-
-    recorded = Recorded(function, [torch.tensor([1])])
-    for n in (2, 3, 1):
-        for got, want in zip(recorded([torch.tensor([n])]), function(torch.tensor([n])), strict=True):
-            assert torch.equal(got, want)
-
-
-def test_recorded_operations_keep_nothing_else_of_their_trace() -> None:
-    def noted() -> int:
-        gc.collect()
-        return sum(type(x) in (tracing._Value, tracing._Operation) for x in gc.get_objects())
-
-    before = noted()
-    recorded = Recorded(lambda x: [x + torch.arange(1000).cumsum(0).flip(0)], [torch.ones(1000)])
-    assert noted() == before
-    assert torch.equal(recorded([torch.zeros(1000)])[0], torch.arange(1000.0).cumsum(0).flip(0))
-
-
-def test_recorded_operations_are_those_that_results_need() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        (x * 5).sum()
-        return [x * (torch.arange(4) * 2), x[:2], torch.zeros(4)]
-
-    recorded = Recorded(function, [torch.randn(4)])
-    names = [step.function._schema.name for step in recorded._run.steps]
-    assert names == ["aten::mul", "aten::slice"]
-    x = torch.randn(4)
-    got = recorded([x])
-    assert all(map(torch.equal, got, function(x)))
-    assert len({t.untyped_storage().data_ptr() for t in (x, *got)}) == 4
-
-
-@pytest.mark.parametrize("pick", [lambda t: t[torch.arange(16)], lambda t: torch.zeros(16, 16) + t])
-@pytest.mark.parametrize("view", [lambda t: t.reshape(-1), lambda t: t.as_strided((256,), (1,))])
-def test_recorded_operations_keep_layouts(pick: Callable[..., Tensor], view: Callable[..., Tensor]) -> None:
-    """What an operation does to strides matters to the views behind it."""
-
-    def function(x: Tensor) -> list[Tensor]:
-        return [view(pick(x)) * 2]
-
-    inputs = [torch.randn(16, 16).t() for _ in range(3)]
-    recorded = Recorded(function, inputs[:1])
-    for x in inputs:
-        assert torch.equal(recorded([x])[0], function(x)[0])
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -323,23 +213,6 @@ def test_factors_of_alibi_inside_others() -> None:
     for more in ({"kv_offsets": [0, 4, 9]}, {"q_start": 1}, {"q_start": torch.tensor([1, 2])}):
         score = flexmasks.scores.packed(alibi, offsets, **more)
         assert factors_of(score, Size(1, 4, 9, 9, torch.device("cpu"))) is None
-
-
-def test_lengths_that_change_are_recorded_late_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There recording takes as long as many plans, which would be lost where each step has another length."""
-    recordings = []
-    monkeypatch.setattr(plan, "Recorded", lambda *args, **kwargs: recordings.append(1) or Recorded(*args, **kwargs))
-    flexmasks.clear_caches()
-
-    def step(length: int) -> int:
-        q = torch.randn(1, 2, length, 16, requires_grad=True)
-        mask = get_mask("document", document_ids=torch.arange(length) // 7)
-        assert flexmasks.explain(q, q, q, mask=mask).backend == "short"
-        flexmasks.attention(q, q, q, mask=mask)
-        return len(recordings)
-
-    assert [step(length) for length in range(100, 120)] == [0] * 20
-    assert [step(64) for _ in range(20)] == [0] * 15 + [1] * 5
 
 
 # --- block masks of new tensors ---
@@ -436,26 +309,12 @@ def test_each_kind_shows_that_it_needs_no_batch() -> None:
 # --- CUDA graphs ---
 
 
-def _captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return the graph of a call, after two calls outside of it, and what the captured call returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", NEW)
 def test_captured_calls_see_changes_in_place(kind: str) -> None:
     tensors = qkv("cuda", kind=kind)
     params = NEW[kind]("cuda")
-    graph, out = _captured(lambda: flexmasks.attention(*tensors, **params))
+    graph, out = captured(lambda: flexmasks.attention(*tensors, **params))
     held = list(_tensors_of(params))
     for _ in range(50):
         for place, new in zip(held, _tensors_of(NEW[kind]("cuda")), strict=True):
@@ -473,48 +332,6 @@ def _tensors_of(params: dict[str, Any]) -> Iterator[Tensor]:
             yield from value.tensors()
         elif callable(value):
             yield from get_mask(value).tensors()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", WITH_TENSORS)
-def test_captured_calls_of_every_mask(name: str) -> None:
-    """A replay equals a call outside of the graph after each of 50 changes of the tensors in place."""
-    kind, tensors = _sized_mask(name, torch.device("cuda"))
-    size = kind.size
-    q, k = (
-        torch.randn(size.batch, size.heads, n, 32, device="cuda", dtype=torch.float16)
-        for n in (size.q_len, size.kv_len)
-    )
-    contents = [[_changed(name, t, by) for t in tensors] for by in range(5)]
-    graph, out = _captured(lambda: flexmasks.attention(q, k, k, mask=kind.mask))
-    for turn in range(50):
-        for t, content in zip(tensors, contents[turn % 5], strict=True):
-            t.copy_(content)
-        graph.replay()
-        want = flexmasks.attention(q, k, k, mask=kind.mask)
-        assert torch.equal(out.isnan(), want.isnan())
-        assert (out - want).abs().max() < 2e-2
-
-
-def _changed(name: str, tensor: Tensor, by: int) -> Tensor:
-    """Return other valid content of a tensor: whole numbers that are lower by at most `by`, or a part negated."""
-    if tensor.dtype == torch.bool:
-        changed = tensor.clone()
-        changed.view(-1)[:by] = ~changed.view(-1)[:by]
-        return changed
-    fixed = (name == "paged" and tensor.ndim == 2) or (name == "bsr" and tensor[0] == 0 and tensor.ndim == 1)
-    return tensor.clone() if fixed else (tensor - by).clamp(min=tensor.min())
-
-
-def test_layouts_of_tensors_are_kinds_of_their_own() -> None:
-    """A tensor of other strides is planned by its own values."""
-    q = torch.randn(2, 1, 64, 16)
-    for ids in (documents(64), documents(128)[:, ::2], documents(64).T.contiguous().T):
-        for _ in range(3):
-            params = {"mask": get_mask("document", document_ids=ids.clone(memory_format=torch.preserve_format))}
-            out = flexmasks.attention(q, q, q, **params, backend="reference")
-            mask = flexmasks.dense_mask(params["mask"], 64)
-            assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=mask)) < 1e-5
 
 
 @pytest.mark.slow
@@ -536,35 +353,6 @@ def test_one_tensor_in_two_places(device: str) -> None:
         check(left_tensor, left_tensor if left == right else torch.tensor(right, device=device))
 
 
-class _Functions(Kernel):
-    """A kernel that reads blocks."""
-
-    def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
-        return (BlocksAndScore.of(plans),)
-
-
-def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU functions read 0-dimensional tensors by the head's index."""
-    monkeypatch.setattr(plan, "_SPREADS_ON", ("cpu",))  # kernels for the CPU take no such tensors: none is run
-    flexmasks.clear_caches()
-    size = Size(batch=BATCH, heads=HEADS, q_len=LENGTH, kv_len=LENGTH, device=CPU)
-
-    def two_windows(n: int) -> tuple[Mask, list[Tensor]]:
-        numbers = [torch.tensor(n), torch.tensor(100 - n)]
-        return get_mask("sliding_window", window=numbers[0]) | get_mask("local", left=numbers[1], right=0), numbers
-
-    for n in (3, 4, 5):
-        mask, numbers = two_windows(n)
-        of_mask = mask_plan.MaskPlan(mask, size, aliases=Aliases(), allows_bounds=True)
-        assert of_mask.block_mask is not None
-    kind = Kind(_Functions(), Plans(of_mask), numbers, None)
-    for n in (50, 7):
-        mask, numbers = two_windows(n)
-        renewed = kind.kernel.forms(kind.plans(numbers))[0].block_mask.mask_mod
-        shape = BATCH, HEADS, LENGTH, LENGTH
-        assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
-
-
 @pytest.mark.slow
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
@@ -577,47 +365,6 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
     replay = road.plan_again(q, q, q, Request(params={}, **params))
     assert replay is not None
     assert error(replay(q, q, q).out, expected([q, q, q], params, "cpu")) < 1e-5
-
-
-@pytest.mark.parametrize("length", [64, 200, 640, 1280])
-def test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones(length: int) -> None:
-    """Of documents of a length, whose ids kernels would read; of a mask without tensors never."""
-    flexmasks.clear_caches()
-    mask = get_mask("document", document_ids=torch.arange(1280) // length)
-    blocks = mask.blocks(1280)
-    planned = mask_plan.MaskPlan(mask, Size(1, 1, 1280, 1280, torch.device("cpu")))
-    assert planned.is_mostly_partial() == (2 * blocks.partial > blocks.full)
-    assert planned.is_mostly_partial() == (length < 640)
-
-
-def test_packs_are_copies_of_their_tensors() -> None:
-    """They begin at multiples of 64 elements, for which kernels need not be compiled again."""
-    tensors = [torch.arange(n, dtype=torch.int32).view(shape) for n, shape in ((6, (2, 3)), (70, (70,)), (1, (1, 1)))]
-    pack = _Pack(list(enumerate(tensors)))
-    first, second = pack.copies(), pack.copies()
-    for (place, copied), other in zip(first, second, strict=True):
-        assert torch.equal(copied, tensors[place])
-        assert copied.is_contiguous()
-        assert copied.storage_offset() % 64 == 0
-        assert copied.data_ptr() != other[1].data_ptr()
-
-
-def test_other_lengths_need_no_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once bounds of a function are known to be good, they plan it at any length from the first call on."""
-    flexmasks.clear_caches()
-    exact: list[int] = []
-    build = mask_plan.build
-    monkeypatch.setattr(mask_plan, "build", lambda *args: exact.append(args[3]) or build(*args))
-    for length in (64, 64, 96, 160, 96):
-        ids = documents(length)
-        q = torch.randn(BATCH, 1, length, 16)
-        mask = get_mask("document", document_ids=ids)
-        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
-        want = scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, length))
-        assert error(out, want) < 1e-5
-    assert exact == [64]
-    with pytest.raises(ValueError, match="seq_lens"):
-        flexmasks.attention(q, q, q, mask="grouped_tril", seq_lens=torch.tensor([1, 97]))
 
 
 @pytest.mark.parametrize(
@@ -662,23 +409,3 @@ def test_blocks_of_256_queries(
     upstream = torch.randn_like(out)
     got, want = ([x, *torch.autograd.grad(x, (q, k, v), upstream)] for x in (out, wanted))
     assert max(error(x, y.cpu()) for x, y in zip(got, want, strict=True)) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize(("q_len", "backend"), [(4, "auto"), (130, "reference")])
-def test_an_offset_that_is_a_parameter_too(q_len: int, backend: str) -> None:
-    """Calls with one tensor in both places are recorded for themselves; others have two tensors."""
-    batch, keys = 2, 300
-    q, (k, v) = torch.randn(batch, 2, q_len, 8), torch.randn(2, batch, 2, keys, 8)
-
-    def check(prefix_len: Tensor, starts: Tensor) -> None:
-        out = flexmasks.attention(q, k, v, mask="prefix_lm", prefix_len=prefix_len, q_offset=starts, backend=backend)
-        at_q = (starts[:, None] + torch.arange(q_len))[:, None, :, None]
-        visible = (torch.arange(keys) <= at_q) | (torch.arange(keys) < prefix_len[:, None, None, None])
-        assert error(out, scaled_dot_product_attention(q.double(), k.double(), v.double(), visible)) < 1e-5
-
-    for n in range(17):  # on a CPU, plans of few queries are recorded the 16th time
-        both = torch.tensor([n, 3 * n + 1])
-        check(both, both)
-    for n in range(17):
-        check(torch.tensor([200 - n, 20]), torch.tensor([10 + n, 100]))
-    check(both, both)
