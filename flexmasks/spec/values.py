@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -35,6 +35,7 @@ from flexmasks.spec.definitions import (
     of_pairs,
 )
 from flexmasks.spec.parameters import (
+    Parameter,
     Size,
     check_returned,
     describe,
@@ -195,15 +196,24 @@ class Modifier(Readable):
 
     def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
         definition = self.definition
+        without_tensors: Definition | dict[str, Any] = definition
         key: list[Hashable] = [self.kind]
         functions: list[Recipe] = []
+        defaults: dict[str, Recipe] = {}
         if definition.by_library:
             key.append(definition.name)
-        else:
+        else:  # functions and defaults may hold tensors
+            without_tensors = {name: getattr(definition, name) for name in _NO_FUNCTIONS}
             for function in definition.functions:
                 part, recipe = walk.take(function)
                 key.append(part)
                 functions.append(recipe)
+            for name, parameter in definition.parameters.items():
+                if isinstance(parameter.default, Tensor):  # the function has it, too
+                    _, _, place = walk.seen.get(id(parameter.default), (0, None, None))
+                    defaults[name] = walk.take(parameter.default, place)[1]
+            if defaults:
+                without_tensors["parameters"] = _with_defaults(definition.parameters, dict.fromkeys(defaults))
         params: dict[str, Recipe] = {}
         for name, value in self.params.items():
             parameter = definition.parameters[name]
@@ -216,9 +226,7 @@ class Modifier(Readable):
             else:
                 part, params[name] = walk.take(value, (id(self), "parameter", name))
                 key.append((name, part))
-        # The functions of a user's definition may hold tensors.
-        kept = definition if definition.by_library else {name: getattr(definition, name) for name in _NO_FUNCTIONS}
-        return tuple(key), functools.partial(_filled, type(self), kept, functions, params)
+        return tuple(key), functools.partial(_filled, type(self), without_tensors, functions, defaults, params)
 
     def checked(self, size: Size) -> dict[str, Any]:
         """The parameters by name, checked against a call's sizes, with sequences as tensors."""
@@ -430,14 +438,23 @@ _refuse("bool", "and`, `or`, `not`, `if")
 
 def _filled(
     cls: type[Modifier],
-    definition: Definition | dict[str, Any],
+    without_tensors: Definition | dict[str, Any],
     functions: list[Recipe],
+    defaults: dict[str, Recipe],
     params: dict[str, Recipe],
     filling: Filling,
 ) -> Modifier:
-    if isinstance(definition, dict):
-        definition = Definition(**definition, **dict(zip(FUNCTIONS, filling.sequence(functions), strict=True)))
-    return cls(definition, filling.dictionary(params))
+    """Return a mask or score with a library's definition, or one that is made of these functions and defaults."""
+    if isinstance(without_tensors, Definition):
+        return cls(without_tensors, filling.dictionary(params))
+    made = {**without_tensors, **dict(zip(FUNCTIONS, filling.sequence(functions), strict=True))}
+    if defaults:
+        made["parameters"] = _with_defaults(made["parameters"], filling.dictionary(defaults))
+    return cls(Definition(**made), filling.dictionary(params))
+
+
+def _with_defaults(parameters: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Parameter]:
+    return {n: replace(p, default=defaults[n]) if n in defaults else p for n, p in parameters.items()}
 
 
 def _device_of(value: Modifier, q: Tensor) -> torch.device:

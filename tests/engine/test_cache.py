@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 import flexmasks
+from flexmasks import road
 from flexmasks.cache import Cache, Part, identity
 from flexmasks.spec.definitions import _NAMES
 from flexmasks.spec.structure import plain_key
@@ -838,6 +839,26 @@ def test_bare_calls_keep_no_tensors_alive() -> None:
     del lengths, mask
     gc.collect()
     assert alive() is None
+
+
+def test_kinds_of_calls_keep_no_tensors_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind makes the functions of later calls, which the first call's function must not wait for."""
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
+    makes: list[Callable[[Tensor], Any]] = [
+        lambda ids: lambda b, h, q, kv: ids[q] == ids[kv],
+        lambda ids: lambda b, h, q, kv, *, own=ids: own[q] == own[kv],
+    ]
+    for make in makes:
+        ids = torch.randint(3, (LENGTH,))
+        q = torch.randn(2, 2, LENGTH, 16)
+        flexmasks.attention(q, q, q, mask=make(ids), backend="reference")
+        alive = weakref.ref(ids)
+        del ids
+        gc.collect()
+        assert alive() is None
+        entries = flexmasks.cache_info()["kinds"].parts["calls"].entries
+        flexmasks.attention(q, q, q, mask=make(torch.randint(3, (LENGTH,))), backend="reference")
+        assert flexmasks.cache_info()["kinds"].parts["calls"].entries == entries  # it is of the same kind
 
 
 @pytest.mark.parametrize(

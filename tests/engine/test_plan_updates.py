@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmasks
+from flexmasks import road
 
 LENGTH = 100
 
@@ -95,6 +97,34 @@ def test_one_name_of_two_places_is_updated_in_both() -> None:
     plan.update(document_ids=new)
     want = flexmasks.get_mask("document", document_ids=new)
     assert_same(flexmasks.attention(*tensors, mask=plan), flexmasks.attention(*tensors, mask=want & ~want | "causal"))
+
+
+def with_default(bias: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, kv, *, bias=bias: score + bias[kv]
+
+
+def in_partial(bias: Tensor) -> Callable[..., Tensor]:
+    def add(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, bias: Tensor) -> Tensor:
+        return score + bias[kv]
+
+    return functools.partial(add, bias=bias)
+
+
+@pytest.mark.parametrize("make", [with_default, in_partial])
+def test_defaults_of_parameters_have_new_values(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in half precision are copied to q's dtype: from the new tensors, not from those of the first call."""
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
+    flexmasks.clear_caches()
+    plan = flexmasks.plan("causal", LENGTH, score=make(torch.randn(LENGTH).bfloat16()))
+    for _ in range(3):
+        q, k, v = qkv()
+        bias = torch.randn(LENGTH).bfloat16()
+        plan.update(bias=bias)
+        added = bias.float().expand(LENGTH, -1).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
+        assert_same(flexmasks.attention(q, k, v, mask=plan), want)
+        assert_same(flexmasks.attention(q, k, v, mask="causal", score=make(bias)), want)
+    flexmasks.clear_caches()
 
 
 def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
