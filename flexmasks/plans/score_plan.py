@@ -37,6 +37,10 @@ def is_bias(score: Score, size: Size) -> bool:
     return is_known and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
 
 
+def _rows_of_bias(tensors: Sequence[Tensor], _: Tensor) -> Tensor:  # one function, which updates of plans compare
+    return as_rows(tensors)
+
+
 def _added(score: Score, offset: Offset, size: Size) -> Sequence[Tensor]:
     factors = factors_of(score, size)
     if factors is None:
@@ -92,7 +96,7 @@ class ScorePlan(Plan):
             is taken again.
         """
         if self.is_bias:
-            return Summand([self._bound_to[0].params["bias"]], lambda tensors, visible: as_rows(tensors))
+            return Summand([self._bound_to[0].params["bias"]], _rows_of_bias)
         score_mod, size = self.mod(), self.size
         functions, leaves = flatten(score_mod)
         if not functions.is_whole:

@@ -15,6 +15,13 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks import road
+from flexmasks.backends.call import Plans, Ready
+from flexmasks.backends.short_gpu import GpuKernel
+from flexmasks.plans.held import Launch
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.spec.aliases import Aliases
+from flexmasks.spec.parameters import Size
 
 LENGTH = 100
 
@@ -125,6 +132,18 @@ def test_defaults_of_parameters_have_new_values(make: Callable[..., Any], monkey
         assert_same(flexmasks.attention(q, k, v, mask=plan), want)
         assert_same(flexmasks.attention(q, k, v, mask="causal", score=make(bias)), want)
     flexmasks.clear_caches()
+
+
+def test_a_bias_that_a_gpu_reads_where_it_lies_keeps_its_launch() -> None:
+    """A CUDA graph that holds the launch would else refuse the update."""
+    size = Size(1, 2, LENGTH, LENGTH, torch.device("cpu"))
+    aliases = Aliases()
+    mask = MaskPlan(flexmasks.get_mask("document", document_ids=tables(3)), size, aliases=aliases)
+    score = ScorePlan(flexmasks.get_score("dense_bias", bias=torch.randn(1, 2, LENGTH, LENGTH)), size, aliases=aliases)
+    kernel = GpuKernel(1.0, False, False, line=None, summand=score.summand()._replace(tensors=()))
+    plans = Plans(mask, score)
+    score.tensors[0].add_(1)
+    assert Launch(Ready(kernel, kernel.forms(plans)), plans).with_new_values() == []
 
 
 def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
