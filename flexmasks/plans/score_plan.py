@@ -83,7 +83,7 @@ class ScorePlan(Plan):
 
     def _check_values(self) -> None:
         if self.size.device.type == "cpu":
-            sized(self.size, self.offset)  # of the offset
+            self.score.resolve(sized(self.size, self.offset))
 
     @property
     def is_bias(self) -> bool:

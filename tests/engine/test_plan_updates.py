@@ -146,6 +146,17 @@ def test_a_bias_that_a_gpu_reads_where_it_lies_keeps_its_launch() -> None:
     assert Launch(Ready(kernel, kernel.forms(plans)), plans).with_new_values() == []
 
 
+@pytest.mark.parametrize("offsets", [[0, 60, 40, LENGTH], [-3, 5, 40, LENGTH]])
+def test_later_scores_of_a_kind_are_checked_on_a_cpu(offsets: list[int]) -> None:
+    flexmasks.clear_caches()
+    q, k, v = [x.requires_grad_() for x in qkv()]
+    call: dict[str, Any] = {"score": "packed", "inner": flexmasks.get_score("alibi"), "backend": "short"}
+    for n in range(2):
+        flexmasks.attention(q, k, v, offsets=torch.tensor([0, n, 40, LENGTH]), **call)
+    with pytest.raises(ValueError, match="offsets"):
+        flexmasks.attention(q, k, v, offsets=torch.tensor(offsets), **call)
+
+
 def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
     q_offset = torch.tensor([50, 20])
     mask = lambda b, h, q, kv: kv < q_offset[b]  # noqa: E731
