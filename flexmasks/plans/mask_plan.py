@@ -25,7 +25,7 @@ from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.plan import PROGRAMS, Kind, Plan, Prepared, cannot_record, with_contiguous_tensors
+from flexmasks.plans.plan import PROGRAMS, Plan, Prepared, Program, cannot_record, with_contiguous_tensors
 from flexmasks.plans.recorded import memory_of_graph
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset, is_capturing, shifted_mask, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
@@ -161,7 +161,7 @@ class MaskPlan(Plan):
         key = self._kind_of("intervals")
         if PROGRAMS.get(key) is None:
             self.mask.resolve(sized(self.size, self.offset), self.lifted)
-            PROGRAMS.put(key, (), Kind(""), ENTRY)
+            PROGRAMS.put(key, (), Program(""), ENTRY)
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
@@ -183,26 +183,26 @@ class MaskPlan(Plan):
             return self._build_exactly(why=reads if self.opaque else "lists, or tensors that learn")
         # The first of a kind shows that it does not depend on the indices of open extents.
         size, key = self.size, self._kind_of(self.block_size, self.open_extents)
-        kind = PROGRAMS.get(key)
-        if capturing and (kind is None or kind.recorded is None):
+        program = PROGRAMS.get(key)
+        if capturing and (program is None or program.recorded is None):
             return self._build_by_bounds()
-        if kind is None:
+        if program is None:
             function = "at other sizes", self._kind_key, size.device, self.block_size, self.open_extents
             if PROGRAMS.get(function) is None:
-                prepared, kind = self._build_first_of_kind()
+                prepared, program = self._build_first_of_kind()
             else:
-                prepared, kind = self._build_by_bounds(), Kind("")
-            PROGRAMS.put(key, (), kind, ENTRY + memory_of_graph(prepared.nbytes))
-            if not kind.why_exact:
-                PROGRAMS.put(function, (), kind, ENTRY)
+                prepared, program = self._build_by_bounds(), Program("")
+            PROGRAMS.put(key, (), program, ENTRY + memory_of_graph(prepared.nbytes))
+            if not program.why_exact:
+                PROGRAMS.put(function, (), program, ENTRY)
             return prepared
-        kind.plans += 1
-        self._record(kind, lambda: RecordedPlan(self._sized_mask, inputs))
-        if kind.recorded is None:
-            return self._build_exactly(why=kind.why_exact)
-        self._programs["blocks", self.block_size] = kind.recorded
+        program.plans += 1
+        self._record(program, lambda: RecordedPlan(self._sized_mask, inputs))
+        if program.recorded is None:
+            return self._build_exactly(why=program.why_exact)
+        self._programs["blocks", self.block_size] = program.recorded
         self._check_values()
-        arguments, layout = kind.recorded(inputs)
+        arguments, layout = program.recorded(inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _build_by_bounds(self) -> _PreparedMask:
@@ -222,7 +222,7 @@ class MaskPlan(Plan):
     def _sized_like(self, mask: Mask, offset: Offset, size: Size) -> SizedMask:
         return SizedMask(mask, offset, size, self.lifted, self.block_size)
 
-    def _build_first_of_kind(self) -> tuple[_PreparedMask, Kind]:
+    def _build_first_of_kind(self) -> tuple[_PreparedMask, Program]:
         """Plan exactly, and return the kind, which says whether bounds can replace the exact blocks of later masks."""
         exact = self._build_exactly()
         try:
@@ -231,10 +231,10 @@ class MaskPlan(Plan):
         except Exception as error:  # a user's function may raise anything
             why_exact = cannot_record(error)
         if why_exact:
-            return replace(exact, why_exact=why_exact), Kind(why_exact)
+            return replace(exact, why_exact=why_exact), Program(why_exact)
         # Later masks have these arguments: kernels compile again for tables of other shapes.
         prepared = replace(exact, resolved=arguments, why_exact=_FIRST)
-        return prepared, Kind("")
+        return prepared, Program("")
 
     @torch.no_grad()  # activation checkpointing must not count tensors that a mask with parameters would save
     def _build_exactly(self, why: str = "") -> _PreparedMask:

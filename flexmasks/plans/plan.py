@@ -52,13 +52,13 @@ class Prepared:
 
 
 @dataclass
-class Kind:
-    """State of all masks that differ in the values of tensors only."""
+class Program:
+    """How a form is made of the tensors of all masks, or scores, that differ in the values of these only."""
 
-    why_exact: str  # why their plans must be exact, or ""
+    why_exact: str  # why values must be read, so that nothing is recorded, or ""
     records_soon: bool = True  # at the second plan, instead of after as many as take the time of recording
     plans: int = 1
-    recorded: Any = None
+    recorded: Any = None  # the operations, once that is due
 
     def record(self, record: Callable[[], Any]) -> None:
         """Record if that is due, or note why the plans cannot be recorded."""
@@ -72,7 +72,7 @@ class Kind:
 
 _P = TypeVar("_P", bound=Prepared | MaskData | Whole | Spanned | Added)
 _V = TypeVar("_V")
-PROGRAMS: Part[Kind] = Part(KINDS, "programs")
+PROGRAMS: Part[Program] = Part(KINDS, "programs")
 
 
 class Plan:
@@ -233,12 +233,12 @@ class Plan:
         structure = None if self.is_by_library else flatten(self.value)[0]
         return structure is None or (not structure.unreadable and structure.key == self._key)
 
-    def _record(self, kind: Kind, record: Callable[[], Any]) -> None:
+    def _record(self, program: Program, record: Callable[[], Any]) -> None:
         """Record what a kind is made by, if that is due."""
-        known = kind.recorded
-        kind.record(record)
-        if kind.recorded is not known and not self._is_as_keyed():
-            kind.recorded = None
+        known = program.recorded
+        program.record(record)
+        if program.recorded is not known and not self._is_as_keyed():
+            program.recorded = None
 
     @functools.cached_property
     def _kind_key(self) -> Hashable:
@@ -296,25 +296,25 @@ class Plan:
         if self._kind_key is None:
             return run(self.value, self.offset)
         kind_key = self._kind_of(name)
-        kind = PROGRAMS.get(kind_key)
-        is_first = kind is None
-        if kind is None:
-            kind = Kind("", records_soon=self.size.device.type != "cpu")
+        program = PROGRAMS.get(kind_key)
+        is_first = program is None
+        if program is None:
+            program = Program("", records_soon=self.size.device.type != "cpu")
             if not capturing:
                 self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:
-            kind.plans += 1
+            program.plans += 1
         if not capturing and not is_first:
 
             def run_with(*tensors: Tensor) -> list[Tensor]:
                 return run(*replaced((self.value, self.offset), zip(inputs, tensors, strict=True)))
 
-            self._record(kind, lambda: Recorded(run_with, inputs))
-        tensors = run(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
-        if kind.recorded is not None:
-            self._programs[name,] = kind.recorded
+            self._record(program, lambda: Recorded(run_with, inputs))
+        tensors = run(self.value, self.offset) if program.recorded is None else program.recorded(inputs)
+        if program.recorded is not None:
+            self._programs[name,] = program.recorded
         if is_first and not capturing:
-            PROGRAMS.put(kind_key, (), kind, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
+            PROGRAMS.put(kind_key, (), program, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
         return tensors
 
     def _offset_tensor(self) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.plans.tracing import Program, trace
+from flexmasks.plans.tracing import Operations, trace
 
 _log = logging.getLogger("flexmasks")
 _MAX_ELEMENTS_IN_GRAPH = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
@@ -76,7 +76,7 @@ class Learning:
 
     def __init__(self, function: Callable[[Sequence[Tensor]], Tensor]) -> None:
         self._function = function
-        self._program: Program | None = None
+        self._program: Operations | None = None
         self._calls = 0
 
     def __call__(self, tensors: Sequence[Tensor], visible: Tensor | None = None) -> Tensor:

@@ -50,7 +50,7 @@ class _Operation:
         self.read = [x for arg in given for x in (arg if type(arg) is list else (arg,)) if type(x) is _Value]
 
 
-def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Program:
+def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Operations:
     """Return the program of a function from tensors to a list of tensors; it holds for inputs of the same layouts.
 
     Raises what the function raises, and RuntimeError where it reads a value that depends on an input.
@@ -59,7 +59,7 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Pr
     with compat.keeping_environment(), tracer, _NoArrays():  # a mode of torch's imports torch._dynamo
         results = torch.func.functionalize(function)(*inputs)
     outputs = [tracer.value_of(x) for x in results]
-    return Program(tracer.inputs, _needed(tracer.operations, outputs), outputs)
+    return Operations(tracer.inputs, _needed(tracer.operations, outputs), outputs)
 
 
 class _NoArrays(TorchFunctionMode):
@@ -175,7 +175,7 @@ def _step_of(operation: _Operation, users_line: Callable[[_Value], int]) -> _Ste
     return _Step(operation.function, args, kwargs, places, lists, named, results, operation.gives_one, [])
 
 
-class Program:
+class Operations:
     """Operations from tensors to a list of tensors. `varies` says for each output whether it depends on an input."""
 
     def __init__(self, inputs: Sequence[_Value], operations: Sequence[_Operation], outputs: Sequence[_Value]) -> None:
