@@ -14,6 +14,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.lists import lists_of
 from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
+from flexmasks.plans.data import CannotBeData
 from flexmasks.plans.sizes import Offset, sized
 from flexmasks.spec.parameters import Size, describe, in_message, listed
 from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
@@ -45,7 +46,7 @@ class Launch:
         try:
             again = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
             made, own = _Parts(self.ready.kernel.forms(again)), _Parts(self.ready.forms)
-        except Opaque:
+        except (Opaque, CannotBeData):  # the next call says what is wrong
             return None
         if own.others != made.others:
             return None
