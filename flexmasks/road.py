@@ -64,7 +64,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         return _attend_in_graph(q, k, v, request)
     context = Context.now(q.device if isinstance(q, Tensor) else _CPU)
     if context.in_mode and checkpointing.in_selective_checkpointing():
-        return unseen(attend)(q, k, v, request)
+        with checkpointing.unseen_by_checkpointing():  # why: see `unseen`
+            return attend(q, k, v, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
     if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
@@ -81,9 +82,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     if not are_plain and any_nested(q, k, v):
         return as_nested(q, *attend(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
     q, k, v = as_kernels_read(q, k, v)
-    if isinstance(request.mask, HeldPlan):
-        results = _attend_by_plan(q, k, v, request, context)
+    held = request.mask if isinstance(request.mask, HeldPlan) else None
+    has_more = request.score is not None or request.params or request.q_offset is not None
+    if held is not None and held.owns_tensors and not (has_more or context.has_transforms):
+        results = _attend_by_plan(q, k, v, held, request, context)
     else:
+        request = request if held is None else without_plan(q, k, request)
         request = _with_plain_tensors(request) if context.has_transforms else request
         results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
     # Whoever makes the call again for a backward pass compares what it read.
@@ -140,15 +144,9 @@ def _attend(
 
 
 def _attend_by_plan(
-    q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context
+    q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `_attend` does, by a plan that the user holds, which has what its earlier calls made ready."""
-    held = request.mask
-    plain = not held.owns_tensors or request.score is not None or request.params or request.q_offset is not None
-    if plain or context.has_transforms:
-        request = without_plan(q, k, request)
-        request = _with_plain_tensors(request) if context.has_transforms else request
-        return _attend(q, k, v, request, context, known_call(q, k, v, request, context))
+    """Return what `_attend` does, by a plan that owns its tensors and has what its earlier calls made ready."""
     key, captures = _key_of_sizes(q, k, v, request, context), bool(held.tensors) and context.is_capturing
     launch, state = held.launch(key)
     if launch is not None and not (captures and held.of_one_step):
@@ -176,20 +174,6 @@ def _attend_by_plan(
         held.keep(key, Launch(result.ready, planned.call.plans), state)
         _keep_kind(known, result.ready, planned)
     return with_sinks_of(result, request)
-
-
-def _launch_of_kind(known: Known, device: torch.device) -> Launch | None:
-    """Return a call with these tensors, made by its kind for a plan that keeps it, or None."""
-    kind = _kind_of(known, device)
-    if kind is None:
-        return None
-    try:
-        plans = kind.plans(known.tensors)
-        return Launch(Ready(kind.kernel, kind.kernel.forms(plans)), plans)
-    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
-        if passing_error(error) is not None:
-            raise
-        return None
 
 
 def _check_of_tensors(q: Tensor, k: Tensor, request: Request) -> Callable[[], None]:
@@ -280,11 +264,20 @@ def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
             _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)
 
 
-def _kind_of(known: Known, device: torch.device) -> Kind | None:
-    """Return the kind of a call that was made with other tensors, or None."""
+def _launch_of_kind(known: Known, device: torch.device) -> Launch | None:
+    """Return a call with these tensors, made by the kind of a call with other ones, or None."""
     if not known.tensors or device.type not in _KINDS_ON:
         return None
-    return _CALL_KINDS.get((known.key, *_layouts(known.tensors)))
+    kind = _CALL_KINDS.get((known.key, *_layouts(known.tensors)))
+    if kind is None:
+        return None
+    try:
+        plans = kind.plans(known.tensors)
+        return Launch(Ready(kind.kernel, kind.kernel.forms(plans)), plans)
+    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
+        if passing_error(error) is not None:
+            raise
+        return None
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:

@@ -16,9 +16,11 @@ from flexmasks.backends.call import (
     Kernel,
     Pages,
     Plans,
+    Ready,
     Result,
     Unavailable,
     first_line,
+    proven,
     raise_passing_error,
 )
 from flexmasks.backends.fa4_package import ARGUMENTS
@@ -215,8 +217,9 @@ class Fa4Kernel(Kernel):
 
     def first(self, call: Call) -> Result:
         _announce(call)
+        ready = Ready(self, self.forms(call.plans))
         with _failures_are_unavailable():
-            return super().first(call)
+            return proven(call, ready)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: OfSequences | None

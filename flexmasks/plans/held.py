@@ -163,7 +163,7 @@ class HeldPlan(AsAttentionMask):
     def launch(self, key: Hashable) -> tuple[Launch | None, State]:
         """Return what an earlier call made ready, or None, and the state of all that calls read."""
         if self.tensors:
-            present = [compat.version(t) for tensors in self.tensors.values() for t in tensors]
+            present = self._present_versions()
             if self._versions != present:  # somebody wrote into the plan's own tensors
                 self.launches.clear()
                 self._versions = present

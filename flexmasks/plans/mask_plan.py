@@ -167,9 +167,7 @@ class MaskPlan(Plan):
     def _prepared(self) -> _PreparedMask:
         program = self._program("blocks", self.block_size)
         if program is not None:
-            self._check_values()
-            arguments, layout = program(self.inputs)
-            return _PreparedMask(arguments, self._offset_tensor(), layout)
+            return self._prepared_by(program)
         key = self.block_size, self.open_extents, self._allows_bounds
         suits = (lambda prepared: not prepared.layout.unknown) if self._exact else None
         return self._cached(_BLOCKS, self._build, *key, suits=suits)
@@ -201,8 +199,11 @@ class MaskPlan(Plan):
         if program.recorded is None:
             return self._build_exactly(why=program.why_exact)
         self._programs["blocks", self.block_size] = program.recorded
+        return self._prepared_by(program.recorded)
+
+    def _prepared_by(self, recorded: RecordedPlan) -> _PreparedMask:
         self._check_values()
-        arguments, layout = program.recorded(inputs)
+        arguments, layout = recorded(self.inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _build_by_bounds(self) -> _PreparedMask:
