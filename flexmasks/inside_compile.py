@@ -32,7 +32,7 @@ from flexmasks.backends import (
     short_gpu,
     tiles_operator,
 )
-from flexmasks.backends.call import Call, Ready, Result, exports_any_length
+from flexmasks.backends.call import Call, Operand, Plans, Ready, Result, exports_any_length
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
@@ -206,17 +206,17 @@ def _attend(
         call = _call_of(of_mask, encoded_score, q_offset, q, k, v, scale, facts)
         if name in _DIRECT:
             kernel = BACKENDS[name].kernel(call)
-            out, lse, _, has_sinks = Ready(kernel, kernel.forms(call.plans))(q, k, v, sinks)
+            out, lse, _, has_sinks = Ready(kernel, kernel.forms(Plans(call.mask, call.score)))(q, k, v, sinks)
             sinks = None if has_sinks else sinks
         elif name == "short":
-            out, lse = short_gpu.attend_traced(call)
+            out, lse = short_gpu.attend_traced(call, q, k, v)
         elif name == "reference":
             if q.device.type != "cpu" or call.context.has_transforms:
                 return (torch.empty(_MUST_TRACE),)
-            out, lse = _by_tiles(call, lists, of_mask, encoded_score)
+            out, lse = _by_tiles(call, (q, k, v), lists, of_mask, encoded_score, q_offset)
         else:
-            mask_mod, score_mod = _functions_of(call, of_mask, name)
-            block_mask = _block_mask_of(call, lists, of_mask, name, mask_mod)
+            mask_mod, score_mod = _functions_of(call, of_mask, size_of(q, k), name)
+            block_mask = _block_mask_of(q, k, call.mask, lists, of_mask, name, mask_mod)
             if not call.needs_grad:
                 q, k, v = q.detach(), k.detach(), v.detach()
             how = call.scale, dict(options), call.with_lse, block_mask, score_mod
@@ -227,17 +227,21 @@ def _attend(
 
 
 def _block_mask_of(
-    call: Call, lists: tuple[Tensor, ...], of_mask: _Encoded, name: str, mask_mod: Callable[..., Tensor]
+    q: Tensor,
+    k: Tensor,
+    mask: Any,
+    lists: tuple[Tensor, ...],
+    of_mask: _Encoded,
+    name: str,
+    mask_mod: Callable[..., Tensor],
 ) -> compat.BlockMask:
     if not lists:
-        return _block_mask(
-            of_mask.mask, of_mask.offset, call.q, call.k, cast(TracedMask, call.mask).size, name, mask_mod
-        )
-    return made_of((call.q.shape[2], call.k.shape[2]), lists, of_mask.block_size, mask_mod)
+        return _block_mask(of_mask.mask, of_mask.offset, q, k, mask.size, name, mask_mod)
+    return made_of((q.shape[2], k.shape[2]), lists, of_mask.block_size, mask_mod)
 
 
 def _functions_of(
-    call: Call, of_mask: _Encoded, name: str
+    call: Call, of_mask: _Encoded, size: Size, name: str
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
     """Return the functions of mask and score, or None, as a backend computes them."""
     mods: list[Callable[..., Tensor]] = []
@@ -246,13 +250,20 @@ def _functions_of(
             words, table = _held(of_mask.mask[1:], name)
             mods.append(reading_bits(words, table, of_mask.block_size))
         else:
-            bound = _bound(part.value, part.value.resolve(part.size), size_of(call.q, call.k), name)
+            bound = _bound(part.value, part.value.resolve(part.size), size, name)
             shifted = shifted_mask if part is call.mask else shifted_score
             mods.append(shifted(bound, _held(part.offset, name)))
     return mods[0], None if call.score is None else mods[1]
 
 
-def _by_tiles(call: Call, lists: tuple[Tensor, ...], of_mask: _Encoded, encoded_score: Any) -> tuple[Tensor, Tensor]:
+def _by_tiles(
+    call: Call,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lists: tuple[Tensor, ...],
+    of_mask: _Encoded,
+    encoded_score: Any,
+    q_offset: int | Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return output and lse of the reference, as one operator.
 
     It runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks in a
@@ -261,12 +272,12 @@ def _by_tiles(call: Call, lists: tuple[Tensor, ...], of_mask: _Encoded, encoded_
     block_size = 1, 1
     blocks: tuple[Tensor, ...] = ()
     if lists or not compat.is_exporting():
-        block_mask = _block_mask_of(call, lists, of_mask, "reference", noop_mask)
+        block_mask = _block_mask_of(*qkv[:2], call.mask, lists, of_mask, "reference", noop_mask)
         block_size, blocks = block_mask.BLOCK_SIZE, of_block_mask(block_mask)
     visible = of_mask.mask if of_mask.mask[0] == _BITS else ("mask", of_mask.mask, of_mask.offset, of_mask.sizes)
     score = None if call.score is None else encoded_score
-    described = tiles_operator.Described(visible, score, call.q_offset, block_size, call.scale)
-    return tiles_operator.attend(call.q, call.k, call.v, blocks, described)
+    described = tiles_operator.Described(visible, score, q_offset, block_size, call.scale)
+    return tiles_operator.attend(*qkv, blocks, described)
 
 
 def _run_traced(
@@ -485,12 +496,12 @@ def _call_of(
     score = None if encoded_score == UNKNOWN else cast(Score, decode("score", encoded_score))
     key = "traced", encoded[:1] if mask is None else encoded[:2]
     return Call(
-        q=q,
-        k=k,
-        v=v,
+        q=Operand.of(q),
+        k=Operand.of(k),
+        v=Operand.of(v),
         mask=TracedMask(mask, size, offset, key, block_size, rows=q.shape[0] * q.shape[1]),
         score=TracedScore(score, score_size, q_offset, encoded_score[:2]) if has_score else None,
-        q_offset=q_offset,
+        q_offset=q_offset if isinstance(q_offset, int) else None,
         scale=scale,
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,

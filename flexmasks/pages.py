@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4_package
-from flexmasks.backends.call import Pages, Result
+from flexmasks.backends.call import Inputs, Operand, Pages, PageTable, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import choose, why_not
 from flexmasks.backends.table import run as run_on_backend
@@ -21,6 +21,7 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
 from flexmasks.plans.alignment import of_word
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
@@ -52,6 +53,7 @@ from flexmasks.road import (
     with_sinks_of,
 )
 from flexmasks.spec.arguments import from_arguments, get_mask
+from flexmasks.spec.bands import band_of
 from flexmasks.spec.layouts import check_pages
 from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
@@ -330,8 +332,14 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     are_last = request.q_offset is None
     own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
     planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
-    pages = Pages(*cache[:4], cast(Mask, request.mask), are_last)
-    call, name = replace(planned.call, pages=pages), request.backend_name
+    band = band_of(cast(Mask, request.mask), unread(planned.plans.mask.size, cache.kv_lens))
+    band = None if band is None or band.sequences is not None else band
+    pages = Pages(Operand.of(cache.k), Operand.of(cache.v), band, are_last)
+    planned = planned._replace(
+        call=replace(planned.call, pages=pages),
+        plans=planned.plans._replace(pages=PageTable(cache.kv_lens, cache.page_table)),
+    )
+    call, name = planned.call, request.backend_name
     if not (choose(call)[0] if name == "auto" else why_not(name, call) is None):
         return None
     if not is_capturing(q.device):  # the values of the table are checked
@@ -340,7 +348,8 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     def without_pages() -> Result:
         return Result(*_run_without_pages(q, cache, request))
 
-    return run_on_backend(call, name, without_pages), planned._replace(call=call)
+    inputs = Inputs(q, cache.k, cache.v, request.sink_logits, planned.plans)
+    return run_on_backend(call, inputs, name, without_pages), planned
 
 
 def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: Tensor) -> Planned:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import Call, Kind, Ready, Refused, Result
+from flexmasks.backends.call import Call, Inputs, Kind, Operand, Plans, Ready, Refused, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.table import BACKENDS, check, choose, is_not_here
+from flexmasks.backends.table import BACKENDS, is_not_here, made_ready
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
@@ -171,7 +171,7 @@ def _attend_by_plan(
         return results
     result, planned = run_first_time(q, k, v, with_lse_for_sinks(request), context)
     if known is not None and result.ready is not None and planned is not None and planned.call.holds_aliases:
-        held.keep(key, Launch(result.ready, planned.call.plans), state)
+        held.keep(key, Launch(result.ready, planned.plans), state)
         _keep_kind(known, result.ready, planned)
     return with_sinks_of(result, request)
 
@@ -260,7 +260,7 @@ def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
     """Keep the kind of a call, for other tensors."""
     if known.tensors and planned.call.q.device.type in _KINDS_ON:
         with contextlib.suppress(Opaque):
-            kind = Kind(ready.kernel, planned.call.plans, known.tensors, planned.where_last)
+            kind = Kind(ready.kernel, planned.plans, known.tensors, planned.where_last)
             _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)
 
 
@@ -402,19 +402,12 @@ def _simple_key(request: Request, offset: Any, tensors: list[Tensor]) -> Hashabl
 
 
 class Planned(NamedTuple):
-    """A call, and the plans that it was made from."""
+    """The facts of a call, and the plans that it was made from."""
 
     call: Call
+    plans: Plans
     aliases: Aliases
     where_last: Tensor | None = None  # where the last queries of each sequence start, if the plans read it
-
-    @property
-    def mask(self) -> MaskPlan | GivenPlan:
-        return cast(MaskPlan | GivenPlan, self.call.mask)
-
-    @property
-    def score(self) -> ScorePlan | None:
-        return cast(ScorePlan | None, self.call.score)
 
 
 def run_first_time(
@@ -427,7 +420,8 @@ def run_first_time(
     if computes_nothing(q, k, v):
         return Result(*_run_nothing(q, k, v, request)), None
     planned = plan_call(q, k, v, request, context)
-    return run_on_backend(planned.call, request.backend_name), planned
+    inputs = Inputs(q, k, v, request.sink_logits, planned.plans)
+    return run_on_backend(planned.call, inputs, request.backend_name), planned
 
 
 def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -465,9 +459,8 @@ def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         if computes_nothing(q, k, v):
             precise = torch.promote_types(q.dtype, torch.float32)
             return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
-        call = plan_call(q, k, v, without_plan(q, k, request)).call
-        score_mod = None if call.score is None else call.score.mod()
-        return greatest_scores(q, k, score_mod, call.mask.blocks().block_mask, call.scale)
+        call, (mask, score, _), *_ = plan_call(q, k, v, without_plan(q, k, request))
+        return greatest_scores(q, k, None if score is None else score.mod(), mask.block_mask, call.scale)
 
 
 def learned_by(score: Score | None) -> list[Tensor]:
@@ -495,21 +488,21 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request, context: Contex
     learns = learns_any(t for plan in plans for t in plan.tensors)
     needs_grad = learns_any((q, k, v))
     call = Call(
-        q=q,
-        k=k,
-        v=v,
+        q=Operand.of(q),
+        k=Operand.of(k),
+        v=Operand.of(v),
         mask=mask_plan,
         score=score_plan,
-        q_offset=q_offset,
+        q_offset=q_offset if isinstance(q_offset, int) else None,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,
         needs_grad=learns or needs_grad,
         learns=learns,
-        sinks=request.sink_logits,
         context=context or Context.now(q.device),
+        has_sinks=request.sink_logits is not None,
     )
-    return Planned(call, aliases)
+    return Planned(call, Plans(mask_plan, score_plan), aliases)
 
 
 def learns_any(tensors: Iterable[Tensor]) -> bool:
@@ -549,18 +542,15 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         q, k, v = as_kernels_read(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
-        planned = plan_call(q, k, v, request, Context.now(q.device))
-        call = planned.call
-        check(call, request.backend_name)
-        able, reasons = choose(call)
+        call, plans, *_ = plan_call(q, k, v, request, Context.now(q.device))
+        able, (kernel, forms), reasons = made_ready(call, Inputs(q, k, v, None, plans), request.backend_name)
         is_auto = request.backend == "auto"
         chosen = able[0] if is_auto else BACKENDS[request.backend_name]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
-        compiles, blocks = chosen.compiles(call), chosen.blocks(call)
-        mask = planned.mask.resized(blocks.block_mask.BLOCK_SIZE) or planned.mask
-        plan = chosen.plan(call) or mask.explained()
-        as_data = chosen.why_data(call)
-        form = f"data: {as_data}" if as_data else "its function"
+        compiles, blocks = kernel.compiles(forms, q, k, v), kernel.blocks(plans)
+        mask = plans.mask.resized(blocks.block_mask.BLOCK_SIZE) or plans.mask
+        plan = kernel.instead_of_blocks(forms) or mask.explained()
+        form = f"data: {kernel.why_data}" if kernel.why_data else "its function"
         not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
         return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here)

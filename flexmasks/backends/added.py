@@ -34,7 +34,7 @@ def is_added(call: Call) -> bool:
     adds = _ADDS.get(kind) if is_known else None
     if adds is None:
         trace = _Sum()
-        error, value = follow(trace, call.score.mod(), call.q.device, sizes, is_score=True)
+        error, value = follow(trace, call.score.function(), call.q.device, sizes, is_score=True)
         adds = error is None and id(value) in trace.sums
         if is_known:
             _ADDS.put(kind, (), adds, FACT)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
@@ -18,11 +19,11 @@ from flexmasks.context import Context
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import Offset, offset_of_last
+from flexmasks.plans.sizes import offset_of_last
 from flexmasks.plans.traced import TracedMask, TracedScore
+from flexmasks.spec.bands import Band
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.structure import Opaque
-from flexmasks.spec.values import Mask
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
@@ -34,6 +35,10 @@ _FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR an
 
 class Unavailable(Exception):
     """Error of a backend that cannot compile a call, or finds no kernel."""
+
+
+class Unfit(Exception):
+    """Error of a backend that cannot run a call, which only the values of its tensors tell, or torch."""
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
@@ -131,6 +136,7 @@ class Kernel:
     """
 
     key: Hashable = None  # of what was compiled, for `proven`
+    why_data: str = ""  # why the kernel reads the mask as data, or ""
 
     def forms(self, plans: Plans) -> tuple[Any, ...]:
         """Return what the kernel reads of mask, score change and pages."""
@@ -149,9 +155,26 @@ class Kernel:
         """
         raise NotImplementedError
 
-    def first(self, call: Call) -> Result:
-        """Run the first call of its kind."""
-        return proven(call, Ready(self, self.forms(call.plans)))
+    def compiles(self, forms: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Say whether a call would compile."""
+        return "no: it runs without compiling"
+
+    def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
+        """Say what takes the place of a plan of blocks, or "" if nothing does."""
+        return ""
+
+    def blocks(self, plans: Plans) -> Blocks:
+        """Return the mask's blocks in the size that the kernel takes."""
+        blocks: Blocks = plans.mask.blocks()
+        return blocks
+
+    def ready(self, inputs: Inputs) -> Ready:
+        """Return the kernel with its forms. Raises Unfit."""
+        return Ready(self, self.forms(inputs.plans))
+
+    def first(self, call: Call, inputs: Inputs) -> Result:
+        """Run the first call of its kind. Raises Unfit."""
+        return proven(call, self.ready(inputs), inputs)
 
 
 class Ready(NamedTuple):
@@ -184,45 +207,81 @@ class Result(NamedTuple):
     has_sinks: bool = False
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The pages of a call whose k and v lie in them, as `flexmasks.paged_attention` takes them.
-
-    mask: inside a sequence, without its length.
-    are_last: the queries are the last ones of each sequence.
-    """
-
-    k_cache: Tensor
-    v_cache: Tensor
-    table: Tensor
-    lens: Tensor
-    mask: Mask
-    are_last: bool
-
-    @property
-    def size(self) -> int:
-        return self.k_cache.shape[1]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of attention, checked and planned. Work that only some backends need is done when they ask for it."""
+class Inputs(NamedTuple):
+    """The tensors of a call, whose facts are a Call. k and v are caches if the plans have a page table."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    sinks: (
+        Tensor | None
+    )  # logits of attention sinks. A kernel that knows none gives the lse, into which they are folded
+    plans: Plans
+
+
+class Operand(NamedTuple):
+    """What backends ask of q, k or v."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_negated: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Operand:
+        return cls(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class Pages(NamedTuple):
+    """Facts of a call whose k and v lie in pages, as `flexmasks.paged_attention` takes them."""
+
+    k_cache: Operand
+    v_cache: Operand
+    band: Band | None  # the mask inside a sequence, without its length, as a window
+    are_last: bool  # the queries are the last ones of each sequence
+
+
+@dataclass(frozen=True)
+class Call:
+    """Facts of one call of attention, by which a backend is chosen; its tensors are Inputs.
+
+    The plans of its mask and score answer for structures. They make tensors only where forms are asked for.
+    """
+
+    q: Operand
+    k: Operand  # with pages, of the keys of a sequence by themselves
+    v: Operand
     mask: MaskPlan | GivenPlan | TracedMask
     score: ScorePlan | TracedScore | None
-    q_offset: Offset
+    q_offset: int | None  # None if a tensor says where queries start
     scale: float | None
     with_lse: bool
     kernel_options: dict[str, Any] | None
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
     context: Context
-    # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
-    sinks: Tensor | None = None
-    pages: Pages | None = None  # then k and v have the sizes of the keys of a sequence, and no values
+    has_sinks: bool = False
+    pages: Pages | None = None
 
     @property
     def is_traced(self) -> bool:
@@ -233,16 +292,6 @@ class Call:
     def parts(self) -> list[Any]:
         """The mask, and the score change if there is one."""
         return [self.mask] if self.score is None else [self.mask, self.score]
-
-    @property
-    def plans(self) -> Plans:
-        pages = None if self.pages is None else PageTable(self.pages.lens, self.pages.table)
-        return Plans(self.mask, self.score, pages)
-
-    @property
-    def kv(self) -> tuple[Tensor, Tensor]:
-        """What a kernel takes for k and v: these, or the caches that hold their pages."""
-        return (self.k, self.v) if self.pages is None else (self.pages.k_cache, self.pages.v_cache)
 
     @property
     def what(self) -> str:
@@ -264,7 +313,7 @@ class Call:
         """Where queries start if it is a number, and shapes of captured tensors; None if they cannot be read."""
         if any(part.opaque for part in self.parts):
             return None
-        return (self.q_offset if isinstance(self.q_offset, int) else None, *(part.shapes for part in self.parts))
+        return (self.q_offset, *(part.shapes for part in self.parts))
 
     def numbers_of(self, part: Any) -> Numbers | None:
         """Return the numbers of the mask or score change; None if they cannot be read, or torch traces."""
@@ -282,7 +331,7 @@ class Call:
 
     @property
     def is_cuda(self) -> bool:
-        return self.q.device.type == "cuda"
+        return self.q.is_cuda
 
     @property
     def dtype(self) -> str:
@@ -294,9 +343,8 @@ class Call:
         """Key of what decides whether a backend can run the call, without lengths."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
-        starts_by_tensor = isinstance(self.q_offset, Tensor)
-        in_pages = self.pages is not None
-        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], starts_by_tensor, in_pages
+        starts_by_tensor, in_pages = self.q_offset is None, self.pages is not None
+        flags = self.needs_grad, self.has_sinks, q.shape[1] != self.k.shape[1], starts_by_tensor, in_pages
         layouts = tuple(map(_layout, (q, self.k, self.v)))
         return self.kernel_key, q.dtype, q.device, sizes, flags, layouts
 
@@ -311,15 +359,15 @@ class Call:
         return {}
 
 
-def _layout(x: Tensor) -> Hashable:
+def _layout(x: Operand) -> Hashable:
     """Return the order of a tensor's dimensions, and their steps of 0 and 1."""
     if x.is_contiguous():
         return None
-    strides = x.stride()
-    return tuple(sorted(range(x.ndim), key=strides.__getitem__)), tuple(min(n, 2) for n in strides)
+    strides = x.strides
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__)), tuple(min(n, 2) for n in strides)
 
 
-def exports_any_length(q: Tensor, k: Tensor) -> bool:
+def exports_any_length(q: Tensor | Operand, k: Tensor | Operand) -> bool:
     """Return whether torch.export makes a program for more than one length.
 
     Then no decision may rest on a comparison of lengths: it would hold for some of them only.
@@ -350,34 +398,34 @@ def raise_passing_error(error: Exception) -> None:
         raise passing from None
 
 
-def proven(call: Call, ready: Ready) -> Result:
+def proven(call: Call, ready: Ready, inputs: Inputs) -> Result:
     """Run a call, and differentiate the first call of its kind.
 
     A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
     the next call of the kind is differentiated.
     """
-    if ready.kernel.key is not None and call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v)):
+    q, k, v, sinks, _ = inputs
+    if ready.kernel.key is not None and call.needs_grad and any(x.requires_grad for x in (q, k, v)):
         kind = ready.kernel.key, call.outcome_key
         unproven = _PROVEN.get(kind) is None and not compat.transforms_active()
-        if unproven and _has_gradients(call, ready):
+        if unproven and _has_gradients(ready, inputs):
             _PROVEN.put(kind, (), True, FACT)
-    k, v = call.kv
-    return ready(call.q, k, v, call.sinks)
+    return ready(q, k, v, sinks)
 
 
-def _has_gradients(call: Call, ready: Ready) -> bool:
+def _has_gradients(ready: Ready, inputs: Inputs) -> bool:
     """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
 
     All tensors of it are free when the call itself runs.
     """
-    leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs[:3]]
     with beside_saved_tensors_hooks():  # activation checkpointing must not count its tensors
         q, k, v = leaves
-        result = ready(q, k, v, None if call.sinks is None else call.sinks.detach())
+        result = ready(q, k, v, None if inputs.sinks is None else inputs.sinks.detach())
     outputs = [x for x in result[:2] if x is not None]
     try:
-        inputs = [x for x in leaves if x.requires_grad]
-        torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
+        wanted = [x for x in leaves if x.requires_grad]
+        torch.autograd.grad(outputs, wanted, [torch.zeros_like(x) for x in outputs])
     except Exception as error:
         if passing_error(error) is not None:
             return False

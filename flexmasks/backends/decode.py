@@ -71,7 +71,7 @@ def _scores_held(call: Call, most: int) -> int:
     if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
         if call.mask.intervals is not None:
             return 0
-        batch, heads = dependence(call.mask.mod(), batch, heads, call.q.device, reads_values=False)
+        batch, heads = dependence(call.mask.function(), batch, heads, call.q.device, reads_values=False)
     return batch * heads * q_len * kv_len
 
 
@@ -81,17 +81,11 @@ def finds_last_queries(call: Call) -> bool:
     return has_no_bias and call.mask.intervals is not None
 
 
-def plan(call: Call) -> str:
-    """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    reads_numbers = call.q.device.type in _ON_GPU and call.mask.intervals is not None
-    return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
-
-
 def kernel(call: Call) -> Kernel:
     if call.q.device.type in _ON_GPU:
         return decode_gpu.kernel(call)
     groups = call.q.shape[1] // call.k.shape[1]
-    return CpuKernel(groups, len(call.k), is_added(call), call.scale, call.with_lse)
+    return CpuKernel(groups, call.k.shape[0], is_added(call), call.scale, call.with_lse)
 
 
 # --- on a CPU ---

@@ -53,12 +53,16 @@ class GpuKernel(Kernel):
     with_lse: bool
 
     def forms(self, plans: Plans) -> tuple[Whole | Intervals, Added | None, Tensor | None]:
-        intervals: Intervals | None = plans.mask.intervals
+        intervals: Intervals | None = plans.mask.checked_intervals()
         if intervals is not None and self.are_last:
             intervals = intervals.with_tensors(None, intervals.lens)
         added = plans.score.added if self.adds else None
         table = None if plans.pages is None else _as_table(plans.pages.table.detach())
         return plans.mask.whole if intervals is None else intervals, added, table
+
+    def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
+        reads_numbers = isinstance(forms[0], Intervals)
+        return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any

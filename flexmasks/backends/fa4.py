@@ -13,10 +13,11 @@ from torch import Tensor
 from flexmasks.backends import fa4_kernel, fa4_package
 from flexmasks.backends.call import (
     Call,
+    Inputs,
     Kernel,
+    Operand,
     Pages,
     Plans,
-    Ready,
     Result,
     Unavailable,
     first_line,
@@ -26,10 +27,8 @@ from flexmasks.backends.call import (
 from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
-from flexmasks.plans.bounds import unread
-from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.windows import Intervals, Window
-from flexmasks.spec.bands import Band, Sequences, band_of
+from flexmasks.spec.bands import Band, Sequences
 
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
@@ -65,7 +64,7 @@ def adds_in_any_order(call: Call) -> str | None:
 def _refuses_starts(call: Call) -> str | None:
     """Return why a call that is no window from one position cannot run, or None."""
     intervals = call.mask.intervals
-    if intervals is None or not isinstance(intervals.offset, Tensor):
+    if intervals is None or call.q_offset is not None:
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
             "offsets; it would have to read documents given by ids"
@@ -82,11 +81,6 @@ def _refuses_starts(call: Call) -> str | None:
     if fa4_package.is_small(call.q.device):
         return f"on compute capability {fa4_package.SMALL} it is not told where the keys of each batch element end"
     return None
-
-
-def plan(call: Call) -> str:
-    """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    return "" if call.mask.window is not None else "none: the kernel is told where the keys of each batch element end"
 
 
 def _refuses_numbers(call: Call) -> str | None:
@@ -131,7 +125,7 @@ def _announce(call: Call) -> None:
         "all keys" if window is not None and window.left is window.right is None else "a window",
         _in_what(call),
         "a soft-cap" if call.cap is not None else "",
-        "sinks" if call.sinks is not None else "",
+        "sinks" if call.has_sinks else "",
         "gradients" if call.needs_grad else "",
     ]
     announce_once(f"attention for backend 'fa4': {', '.join(filter(None, parts))}")
@@ -168,9 +162,17 @@ def folds_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
     return not (needs_grad and (only_sinks_learn or fa4_package.is_small(q.device))) and fa4_package.knows_sinks()
 
 
-def compiles(call: Call) -> str:
-    """Say whether the call would compile."""
-    return "yes, if it is the first call of its kind: flash-attn-4 compiles once for each kind"
+class _Fa4(Kernel):
+    """Base of kernels of FlashAttention 4."""
+
+    def compiles(self, forms: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+        return "yes, if it is the first call of its kind: flash-attn-4 compiles once for each kind"
+
+    def first(self, call: Call, inputs: Inputs) -> Result:
+        _announce(call)
+        ready = self.ready(inputs)
+        with _failures_are_unavailable():
+            return proven(call, ready, inputs)
 
 
 class OfSequences(NamedTuple):
@@ -188,7 +190,7 @@ class OfSequences(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fa4Kernel(Kernel):
+class Fa4Kernel(_Fa4):
     """FlashAttention 4 for windows, also inside sequences."""
 
     window: Window  # without its sequences
@@ -214,12 +216,6 @@ class Fa4Kernel(Kernel):
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
         return folds_sinks(q, k, v, sinks)
-
-    def first(self, call: Call) -> Result:
-        _announce(call)
-        ready = Ready(self, self.forms(call.plans))
-        with _failures_are_unavailable():
-            return proven(call, ready)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: OfSequences | None
@@ -293,12 +289,6 @@ class Fa4Kernel(Kernel):
 # --- keys that end where a tensor says: in pages, and for queries that start where a tensor says ---
 
 
-def _band_in(pages: Pages, call: Call) -> Band | None:
-    """Return the mask inside a sequence as a window, or None."""
-    band = band_of(pages.mask, unread(cast(MaskPlan, call.mask).size, pages.lens))
-    return None if band is None or band.sequences is not None else band
-
-
 def _refuses_pages(call: Call, pages: Pages) -> str | None:
     if fa4_package.is_small(call.q.device):
         return f"on compute capability {fa4_package.SMALL} it reads no pages"
@@ -306,7 +296,7 @@ def _refuses_pages(call: Call, pages: Pages) -> str | None:
         return "its kernel for pages has no gradients"
     if not pages.are_last:
         return "from pages it takes the last queries of each sequence"
-    return "it knows only windows" if _band_in(pages, call) is None else _refuses_numbers(call)
+    return "it knows only windows" if pages.band is None else _refuses_numbers(call)
 
 
 def _to_ends(call: Call) -> Kernel:
@@ -315,9 +305,9 @@ def _to_ends(call: Call) -> Kernel:
     if call.pages is None:
         left = cast(Intervals, call.mask.intervals).left
     else:
-        band = cast(Band, _band_in(call.pages, call))
+        band, k_cache = cast(Band, call.pages.band), call.pages.k_cache
         left, right = band.left, _reaching(band.right, q_len)
-        parts, pages = _parts_of_pages(*call.kv), len(call.pages.k_cache)
+        parts, pages = _parts_of_pages(k_cache, call.pages.v_cache), k_cache.shape[0]
     left = _reaching(left, kv_len)
     return Fa4EndKernel(left, right, call.scale, call.cap, call.with_lse, (q_len, kv_len), parts, pages)
 
@@ -334,7 +324,7 @@ class Ends(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fa4EndKernel(Kernel):
+class Fa4EndKernel(_Fa4):
     """FlashAttention 4 where it is told where the keys of each batch element end.
 
     The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
@@ -350,18 +340,17 @@ class Fa4EndKernel(Kernel):
     parts: int  # in how many pages the kernel reads each page of the caches
     pages: int  # the number of pages of the caches, 0 without pages
 
+    def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
+        return "none: the kernel is told where the keys of each batch element end"
+
     def forms(self, plans: Plans) -> tuple[Ends]:
         if plans.pages is None:
-            return (Ends(_ends(plans.mask.intervals.offset, self.lengths), None),)
+            return (Ends(_ends(plans.mask.checked_intervals().offset, self.lengths), None),)
         lens, table = plans.pages.lens.detach(), plans.pages.table.detach()
         sees_all = self.left is None and self.right in (None, 0)
         # The kernel reads whole tiles of keys, and entries of keys that no query sees may be anything.
         table = table if sees_all else table.clamp(0, self.pages - 1)
         return (Ends(_in_int32(lens), _in_parts(table, self.parts)),)
-
-    def first(self, call: Call) -> Result:
-        _announce(call)
-        return super().first(call)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Ends
@@ -392,7 +381,7 @@ def _reaching(count: int | None, length: int) -> int | None:
     return None if count is None or count >= length - 1 else count
 
 
-def _parts_of_pages(k_cache: Tensor, v_cache: Tensor) -> int:
+def _parts_of_pages(k_cache: Operand, v_cache: Operand) -> int:
     """Return in how many parts the kernel reads each page of the caches.
 
     Parts have `_FAST_PAGE` slots, or a page is read as it is.

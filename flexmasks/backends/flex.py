@@ -17,7 +17,9 @@ from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
     Call,
+    Inputs,
     Kernel,
+    Operand,
     Plans,
     Refused,
     Result,
@@ -48,7 +50,12 @@ _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
 
 
 def options(
-    q: Tensor, k: Tensor, v: Tensor, backend: str | None, given: dict[str, Any] | None, block_size: tuple[int, int]
+    q: Tensor | Operand,
+    k: Tensor | Operand,
+    v: Tensor | Operand,
+    backend: str | None,
+    given: dict[str, Any] | None,
+    block_size: tuple[int, int],
 ) -> dict[str, Any]:
     """Return the kernel_options of a call: the user's, torch's `backend` name, and tiles for torch's Triton kernels."""
     chosen = dict(given or {})
@@ -91,26 +98,20 @@ class FlexForms(NamedTuple):
         return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
 
-def kernel(call: Call, backend: str | None = None, as_data: bool | None = None) -> FlexKernel:
-    """Return the kernel of a call for torch's `backend` name.
-
-    as_data: whether the kernel reads the mask as data; by default `forms.why_data` decides.
-    """
-    is_flash = backend == "FLASH"
-    if as_data is None:
-        as_data = bool(forms.why_data(call, for_flash=is_flash))
-    return FlexKernel(call, backend, as_data)
+def kernel(call: Call) -> FlexKernel:
+    return FlexKernel(call, None, forms.why_data(call))
 
 
 class FlexKernel(Kernel):
     """Compiled flex_attention."""
 
-    def __init__(self, call: Call, backend: str | None, as_data: bool) -> None:
-        self._is_flash, self._is_data = backend == "FLASH", as_data
+    def __init__(self, call: Call, backend: str | None, why_data: str) -> None:
+        """backend: torch's name. why_data: why the kernel reads the mask as data, or ""."""
+        self._is_flash, self.why_data = backend == "FLASH", why_data
         self._needs_grad, self._with_lse, self._scale = call.needs_grad, call.with_lse, call.scale
         self._what, self._of_mask, self._captured = call.what, call.kernel_key[0], call.shapes
         self._score = forms.compiled_score(call, for_flash=self._is_flash)
-        known = as_data or call.mask.is_by_library or call.shapes is None or forms.has_failed(call)
+        known = self.why_data or call.mask.is_by_library or call.shapes is None or forms.has_failed(call)
         self._may_be_data = not (known or self._is_flash)  # flex may compile what FLASH cannot
         self._set_options(call, backend, {})
         self._runners: dict[Hashable, Runner] = {}  # by the shapes of forms
@@ -123,12 +124,12 @@ class FlexKernel(Kernel):
 
     @property
     def key(self) -> Hashable:  # type: ignore[override]
-        return self._of_mask, self._key, self._is_data
+        return self._of_mask, self._key, bool(self.why_data)
 
     def forms(self, plans: Plans) -> tuple[FlexForms]:
         score_mod, of_score = self._score(plans.score)
-        if self._is_data:
-            data = plans.mask.data()
+        if self.why_data:
+            data = forms.data_of(plans.mask, self.why_data)
             block_mask, shapes = data.block_mask(for_flash=self._is_flash), data.shapes
         else:
             block_mask, shapes = plans.mask.block_mask, None
@@ -151,7 +152,7 @@ class FlexKernel(Kernel):
             runner = self._runners[which] = Runner(self._what, key, captured, self._may_be_data)
         return runner
 
-    def first(self, call: Call) -> Result:
+    def first(self, call: Call, inputs: Inputs) -> Result:
         """Run the first call of its kind. If shared memory is too small, smaller kernels are tried."""
         may_shrink = not self._is_flash and call.is_cuda and not call.kernel_options
         attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
@@ -161,21 +162,20 @@ class FlexKernel(Kernel):
                 self._runners.clear()
             try:
                 try:
-                    return super().first(call)
+                    return super().first(call, inputs)
                 except NeedsData:
                     forms.note_failed(call)
-                    self._may_be_data, self._is_data = False, bool(forms.why_data(call))
+                    self._may_be_data, self.why_data = False, forms.why_data(call)
                     self._runners.clear()
-                    return super().first(call)
+                    return super().first(call, inputs)
             except Unavailable as error:
                 if more_options is attempts[-1] or OUT_OF_RESOURCE not in str(error):
                     raise
                 _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
         raise AssertionError("the last attempt returns or raises")
 
-    def compiles(self, call: Call) -> str:
-        """Say whether a call would compile."""
-        return self.runner(*self.forms(call.plans)).compiles(call.q, call.k, call.v)
+    def compiles(self, forms: tuple[FlexForms, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+        return self.runner(*forms).compiles(q, k, v)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: FlexForms
@@ -328,12 +328,7 @@ def _reads_symbolic_sizes(call: Call) -> bool:
     """
     if all(map(compat.has_static_value, (*call.q.shape, *call.k.shape))):
         return False
-    return isinstance(call.q_offset, Tensor) or any(part.opaque or part.tensors for part in call.parts)
-
-
-def compiles(call: Call) -> str:
-    """Say whether a call would compile."""
-    return kernel(call).compiles(call)
+    return call.q_offset is None or any(part.opaque or part.tensors for part in call.parts)
 
 
 def adds_in_any_order(call: Call) -> str | None:

@@ -112,30 +112,22 @@ def adds_in_any_order(call: Call) -> str | None:
 
 def kernel(call: Call) -> Kernel:
     fa4_package.interface()  # what torch's kernel would import
-    return _Fitted(_fitted(call), _FLASH, bool(why_data(call)))
+    call = _fitted(call)
+    return _Fitted(call, _FLASH, forms.why_data(call, for_flash=True))
 
 
 class _Fitted(flex.FlexKernel):
     """A kernel of FLASH, in blocks that fit it."""
 
-    def __init__(self, call: Call, backend: str | None, as_data: bool) -> None:
-        super().__init__(call, backend, as_data)
+    def __init__(self, call: Call, backend: str | None, why_data: str) -> None:
+        super().__init__(call, backend, why_data)
         self._block_size = call.mask.block_size
 
     def forms(self, plans: Plans) -> tuple[flex.FlexForms]:
-        return super().forms(plans._replace(mask=plans.mask.resized(self._block_size)))
+        return super().forms(self._fitted(plans))
 
+    def blocks(self, plans: Plans) -> Blocks:
+        return super().blocks(self._fitted(plans))
 
-def why_data(call: Call) -> str:
-    """Return why the kernel reads the mask as data, or ""."""
-    return forms.why_data(_fitted(call), for_flash=True)
-
-
-def blocks(call: Call) -> Blocks:
-    """Return the blocks that the kernel computes."""
-    return _fitted(call).mask.blocks()
-
-
-def compiles(call: Call) -> str:
-    """Say whether the call would compile."""
-    return flex.kernel(_fitted(call), _FLASH).compiles(_fitted(call))
+    def _fitted(self, plans: Plans) -> Plans:
+        return plans._replace(mask=plans.mask.resized(self._block_size))

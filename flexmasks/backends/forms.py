@@ -7,13 +7,13 @@ without tensors on a CPU, where kernels that read data are as fast: nothing is c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, exports_any_length
+from flexmasks.backends.call import Call, Unfit, exports_any_length
 from flexmasks.backends.exact import (
     CONSTANT,
     KILLERS,
@@ -27,7 +27,8 @@ from flexmasks.backends.exact import (
 )
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import FACT, KINDS, Part
-from flexmasks.plans.data import CannotBeData, TooLargeForData, next_power_of_2
+from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, next_power_of_2
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import is_capturing
 
 _HOW_NOT = {
@@ -51,25 +52,20 @@ _FAILED_FOR: Part[bool] = Part(KINDS, "masks_that_failed")
 
 
 def refuses(call: Call) -> str | None:
-    """Return why Inductor can compute neither functions nor bits of a call, or None."""
-    if call.is_traced:
-        return None
-    killer = kills(call)
-    if killer:
-        return killer
-    # What goes as data anyway is not looked at. Blocks that are found for the data come with their bits, so nothing
-    # else may ask for blocks before.
-    reason = "" if _is_as_fast(call) else why_bits(call)
-    if not reason:
-        return None
+    """Return why Inductor cannot compute the functions of a call, or None."""
+    return None if call.is_traced else kills(call)
+
+
+def data_of(mask: Any, why: str) -> MaskData:
+    """Return a mask as data. Raises Unfit if it cannot be data, and `why` says that it must."""
     try:
-        call.mask.data()
-        return None
+        data: MaskData = mask.data()
+        return data
     except TooLargeForData as error:
         why_no_data = f"{error}; write it with whole numbers that fit 32 bits, and one index for each tensor"
     except CannotBeData as error:
         why_no_data = str(error)
-    return f"it may compute the mask otherwise than Python does: {reason}; {why_no_data}"
+    raise Unfit(f"it may compute the mask otherwise than Python does: {why}; {why_no_data}")
 
 
 def kills(call: Call) -> str | None:
@@ -110,7 +106,7 @@ def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
     lengths, reason = (*q.shape[:3], k.shape[2]), ""
     for most in _OPEN_LENGTHS:
         sizes = [n if isinstance(n, int) else max(most, next_power_of_2(compat.size_hint(n))) for n in lengths]
-        reason = _first_of_inductor(outside_table(mask.mod(), q.device, sizes))
+        reason = _first_of_inductor(outside_table(mask.function(), q.device, sizes))
         if reason not in OF_SIZES or exports_any_length(q, k):
             break
     if not reason and most != _OPEN_LENGTHS[0]:
@@ -142,12 +138,12 @@ def _looked_at(call: Call, part: Any, is_score: bool, count: Callable[[int], int
     """Return what `outside` returns; count: a function from a size to the size that counts."""
     device, sizes = call.q.device, [count(compat.size_hint(n)) for n in (*call.q.shape[:3], call.k.shape[2])]
     if call.is_traced or call.shapes is None:
-        return outside_table(part.mod(), device, sizes, is_score)
+        return outside_table(part.function(), device, sizes, is_score)
     offset, *shapes = call.shapes
     kind = is_score, part.kernel_key, None if offset is None else count(offset), *shapes, device.type, *sizes
     reasons = _OUTSIDE.get(kind)
     if reasons is None:
-        reasons = outside_table(part.mod(), device, sizes, is_score)
+        reasons = outside_table(part.function(), device, sizes, is_score)
         if not any(reason.startswith(UNREADABLE) for reason in reasons):  # which may depend on the calling code
             _OUTSIDE.put(kind, (), reasons, FACT)
     return reasons
@@ -159,16 +155,16 @@ def compiled_score(call: Call, for_flash: bool) -> Callable[[Any], tuple[Callabl
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
     """
-    key = call.kernel_key[1]
-    if call.score is None:
+    key, own = call.kernel_key[1], cast(ScorePlan | None, call.score)
+    if own is None:
         return lambda score: (None, key)
-    numbers = call.numbers_of(call.score)
+    numbers = call.numbers_of(own)
     if numbers is not None and (for_flash or not numbers.are_inputs):
-        numbers.note_function(call.score.mod())
+        numbers.note_function(own.mod())
     elif numbers is not None and not is_capturing(call.q.device):
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         sizes = *call.q.shape[:3], call.k.shape[2]
-        if numbers.with_inputs(call.score.mod(), dtype, call.q.device, sizes) is not None:
+        if numbers.with_inputs(own.mod(), dtype, call.q.device, sizes) is not None:
             device = call.q.device
             return lambda score: score.numbers.with_inputs(score.mod(), dtype, device, sizes) or (score.mod(), key)
         numbers.warn()
@@ -213,7 +209,7 @@ def _is_dear(call: Call) -> bool:
     kind = call.kernel_key, *sizes
     known = _DIVISIONS.get(kind)
     if known is None:
-        known = divisions(call.mask.mod(), call.q.device, sizes)
+        known = divisions(call.mask.function(), call.q.device, sizes)
         _DIVISIONS.put(kind, (), known, FACT)
     return known >= _MANY_DIVISIONS and _can_be_read(call)
 

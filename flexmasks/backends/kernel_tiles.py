@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import HALF_DTYPES
+from flexmasks.backends.call import HALF_DTYPES, Operand
 from flexmasks.kernels.direct import shared_memory
 from flexmasks.plans.sizes import capability
 
@@ -66,7 +66,7 @@ _SMALL_FLOAT32: _Sizes = {
 _SMALL_FROM = ((101_376, 1, 1), (166_912, 129, 65), (232_448, 257, 129))
 
 
-def chosen_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
+def chosen_tiles(q: Tensor | Operand, v: Tensor | Operand, block_size: tuple[int, int]) -> dict[str, int]:
     """Return the kernel options of a call's tiles, or none for torch's own."""
     size = max(q.shape[3], v.shape[3])
     if capability(q.device) == _MEASURED_ON:  # torch 2.11 cannot trace `!=` with a constant of a graph

@@ -15,7 +15,10 @@ from flexmasks import checkpointing, compat
 from flexmasks.backends.call import (
     TRANSFORMED,
     Call,
+    Inputs,
     Kernel,
+    Ready,
+    Unfit,
     exports_any_length,
     with_gradients_once,
 )
@@ -45,10 +48,8 @@ def refuses(call: Call) -> str | None:
         return "it is wrong if scale is not above 0, because it scales masked scores"
     if call.q.dtype == torch.float64 and call.needs_grad:
         return "it has no second derivative, which calls in float64 may need"
-    if call.is_traced:  # torch cannot be asked for its kernel
-        return _NO_KERNEL if call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3] else None
-    if not kernel(call).has_kernel(call.q, call.k, call.v):
-        return _NO_KERNEL
+    if call.is_traced and (call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3]):
+        return _NO_KERNEL  # torch cannot be asked then
     return None
 
 
@@ -70,7 +71,12 @@ class SdpaKernel(Kernel):
     scale: float | None
     is_traced: bool  # by torch.compile
 
-    def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def ready(self, inputs: Inputs) -> Ready:
+        if not self.is_traced and not self._has_kernel(*inputs[:3]):
+            raise Unfit(_NO_KERNEL)
+        return super().ready(inputs)
+
+    def _has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""
         k, v = self.window.cut(k), self.window.cut(v)
         grouped = q.shape[1] != k.shape[1]

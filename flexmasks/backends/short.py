@@ -53,13 +53,6 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def plan(call: Call) -> str:
-    """Say what takes the place of a plan of blocks, or "" if nothing does."""
-    if call.q.device.type in _ON_GPU:
-        return ""
-    return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
-
-
 def kernel(call: Call) -> Kernel:
     if call.q.device.type in _ON_GPU:
         return short_gpu.kernel(call)
@@ -122,6 +115,12 @@ class CpuKernel(ShortKernel):
     sizes: tuple[int, int]  # batch size and number of heads
     groups: int  # query heads of a key head
     uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
+
+    def compiles(self, forms: tuple[_Forms, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+        return super().compiles(forms, q, k, v) if self.uncompiled is None else self.uncompiled.says
+
+    def instead_of_blocks(self, forms: tuple[_Forms, ...]) -> str:
+        return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
 
     def forms(self, plans: Plans) -> tuple[_Forms]:
         if isinstance(plans.mask, GivenPlan):

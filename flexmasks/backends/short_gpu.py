@@ -145,9 +145,9 @@ def _whole(mask: _Forms, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
     return with_bias(mask.mask, added[0], q.shape[0]) if added else mask.mask
 
 
-def attend_traced(call: Call) -> tuple[Tensor, Tensor]:
+def attend_traced(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a call that torch.compile traces, whose score learns."""
-    q, k, v = with_rows_together(call.q, call.k, call.v)
+    q, k, v = with_rows_together(q, k, v)
     mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
     of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
     with torch.no_grad():

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
-from flexmasks.backends.call import Call, Kernel, Refused, Result, Unavailable, first_line
-from flexmasks.blocks.counts import Blocks
+from flexmasks.backends.call import Call, Inputs, Kernel, Ready, Refused, Result, Unavailable, Unfit, first_line
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.score_plan import ScorePlan
@@ -40,11 +39,7 @@ class Backend:
     refuses: Callable[[Call], str | None]  # why it cannot run a call, or None
     kernel: Callable[[Call], Kernel]
     adds_in_any_order: Callable[[Call], str | None] = lambda call: None  # what it sums in changing order, or None
-    compiles: Callable[[Call], str] = lambda call: "no: it runs without compiling"  # whether it would, in words
     recompiles_on: str = ""  # changes that make it compile again
-    why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
-    blocks: Callable[[Call], Blocks] = lambda call: call.mask.blocks()  # blocks of the size that its kernel takes
-    plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
     reads_pages: bool = False
     reads_any_dtype: bool = False  # k and v may have another dtype than q
     can_be_traced: bool = False  # torch.compile may trace a call, see `flexmasks.inside_compile`
@@ -54,24 +49,21 @@ BACKENDS = {
     b.name: b
     for b in (
         Backend(
-            "fa4", fa4.refuses, fa4.kernel, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan,
-            reads_pages=True, can_be_traced=True,
-        ),
-        Backend("decode", decode.refuses, decode.kernel, plan=decode.plan, reads_pages=True),
-        Backend("sdpa", sdpa.refuses, sdpa.kernel, can_be_traced=True),
-        Backend(
-            "flex_flash", flex_flash.refuses, flex_flash.kernel, flex_flash.adds_in_any_order, flex_flash.compiles,
-            _FLEX_RECOMPILES_ON, flex_flash.why_data, flex_flash.blocks, can_be_traced=True,
-        ),
-        Backend(
-            "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, flex.compiles, _FLEX_RECOMPILES_ON,
-            forms.why_data, reads_any_dtype=True, can_be_traced=True,
-        ),
-        Backend("short", short.refuses, short.kernel, compiles=waiting.compiles, plan=short.plan, can_be_traced=True),
-        Backend(
-            "reference", reference.refuses, reference.kernel, compiles=waiting.compiles, reads_any_dtype=True,
+            "fa4", fa4.refuses, fa4.kernel, fa4.adds_in_any_order, _FA4_RECOMPILES_ON, reads_pages=True,
             can_be_traced=True,
         ),
+        Backend("decode", decode.refuses, decode.kernel, reads_pages=True),
+        Backend("sdpa", sdpa.refuses, sdpa.kernel, can_be_traced=True),
+        Backend(
+            "flex_flash", flex_flash.refuses, flex_flash.kernel, flex_flash.adds_in_any_order, _FLEX_RECOMPILES_ON,
+            can_be_traced=True,
+        ),
+        Backend(
+            "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, _FLEX_RECOMPILES_ON, reads_any_dtype=True,
+            can_be_traced=True,
+        ),
+        Backend("short", short.refuses, short.kernel, can_be_traced=True),
+        Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True),
     )
 }  # fmt: skip
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flex_flash. These are
@@ -214,14 +206,34 @@ def warn_of_order(name: str, call: Call) -> None:
         )
 
 
+def _cannot_run(name: str, reason: object) -> ValueError:
+    return ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
+
+
 def check(call: Call, name: str) -> None:
     """Raise ValueError if the backend of this name cannot run a call."""
     reason = None if name == "auto" else why_not(name, call)
     if reason is not None:
-        raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
+        raise _cannot_run(name, reason)
 
 
-def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) -> Result:
+def made_ready(call: Call, inputs: Inputs, name: str) -> tuple[list[Backend], Ready, dict[str, str]]:
+    """Return the backends that can run a call of a named backend or "auto", with the kernel of the first of them made
+    ready, and the reasons against all others. Raises ValueError if a named backend cannot run it.
+    """
+    check(call, name)
+    able, reasons = choose(call)
+    while True:
+        chosen = able[0] if name == "auto" else BACKENDS[name]
+        try:
+            return able, chosen.kernel(call).ready(inputs), reasons
+        except Unfit as reason:
+            if name != "auto":
+                raise _cannot_run(name, reason) from None
+            reasons[able.pop(0).name] = str(reason)
+
+
+def run(call: Call, inputs: Inputs, name: str, otherwise: Callable[[], Result] | None = None) -> Result:
     """Run a call on a named backend, or for "auto" on the fastest one.
 
     otherwise: runs for "auto" a call that no backend can run.
@@ -233,9 +245,11 @@ def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) ->
     check(call, name)
     if name != "auto":
         try:
-            result = BACKENDS[name].kernel(call).first(call)
+            result = BACKENDS[name].kernel(call).first(call, inputs)
             warn_of_order(name, call)
             return result
+        except Unfit as reason:
+            raise _cannot_run(name, reason) from None
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
     failures: dict[str, Exception] = {}
@@ -243,7 +257,9 @@ def run(call: Call, name: str, otherwise: Callable[[], Result] | None = None) ->
         if _reason_against(backend, call) is not None:
             continue
         try:
-            result = backend.kernel(call).first(call)
+            result = backend.kernel(call).first(call, inputs)
+        except Unfit:
+            continue
         except Exception as error:  # kernels raise errors of any type
             if isinstance(error, Refused) or passing_error(error) is not None:
                 raise
@@ -274,7 +290,7 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     """
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     # Under transforms, or with views among its tensors, a failure may say nothing about the call's kind.
-    if not (call.context.has_transforms or any(x.is_neg() for x in (call.q, call.k, call.v))):
+    if not (call.context.has_transforms or any(x.is_negated for x in (call.q, call.k, call.v))):
         kind, reason = (name, call.outcome_key), f"it failed before: {why}"
         if _FAILURES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
             _FAILURES.put(kind, (), "" if _FAILURES.get(kind) is None else reason, FACT)

@@ -28,6 +28,8 @@ class Uncompiled:
 
     products: int = 0
 
+    says = "no: it is small, and answered without compiling until such calls have taken as long as that would"
+
     def count(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Count a call. Raises Unavailable if such calls are to be compiled."""
         if self.products >= WORK_BEFORE_COMPILING:
@@ -48,10 +50,3 @@ def uncompiled(call: Call) -> Uncompiled | None:
         known = Uncompiled()
         _UNCOMPILED.put(call.outcome_key, (), known, FACT)
     return None if known.products >= WORK_BEFORE_COMPILING else known
-
-
-def compiles(call: Call) -> str:
-    """Say that a call does not compile, and why."""
-    if uncompiled(call) is not None:
-        return "no: it is small, and answered without compiling until such calls have taken as long as that would"
-    return "no: it runs without compiling"

@@ -127,10 +127,8 @@ class MaskPlan(Plan):
         plan = super().with_tensors(tensors)
         if self._intervals is not None:
             intervals, place = self._intervals
-            offset = plan.offset.detach() if isinstance(plan.offset, Tensor) else plan.offset
             plan._lens = None if place is None else tensors[place]
-            lens = None if plan._lens is None else plan._lens.detach()
-            vars(plan)["intervals"] = intervals.with_tensors(offset, lens)
+            vars(plan)["intervals"] = intervals.with_tensors(plan.offset, plan._lens)
         return plan
 
     @functools.cached_property
@@ -142,16 +140,21 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
-        """The mask as intervals of keys, or None. The host reads values as for `whole`."""
-        if self.opaque:
+        """The mask as intervals of keys, or None. No value is read."""
+        intervals = None if self.opaque else intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        if intervals is None:
             return None
-        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        self._lens = intervals.lens
+        return intervals
+
+    def checked_intervals(self) -> Intervals | None:
+        """The mask as intervals of keys, or None. The host reads values as for `whole`."""
+        intervals = self.intervals
         if intervals is None:
             return None
         self._check_values()
-        if self.size.device.type != "cpu":
+        if self.size.device.type != "cpu" and self._intervals is None:
             self._check_first_values()
-        self._lens = intervals.lens
         offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
@@ -455,6 +458,8 @@ class GivenPlan:
 
     def mod(self) -> Callable[..., Tensor]:
         return self._block_mask.mask_mod
+
+    function = mod
 
     def data(self) -> MaskData:
         return data_of(self._block_mask, *self._block_mask.kv_num_blocks.shape[:2])

@@ -25,7 +25,7 @@ from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_graph
-from flexmasks.plans.sizes import Offset, is_capturing, sized
+from flexmasks.plans.sizes import Offset, is_capturing, shifted_mask, shifted_score, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
@@ -324,6 +324,13 @@ class Plan:
         filled = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
         most = 1 << (self.offset - 1).bit_length()
         return bounded(filled, most // 2 + 1, most)  # functions are looked at once for all of these, see backends.forms
+
+    def function(self) -> Callable[..., Tensor]:
+        """The function as kernels get it, for a look at its operations: nothing else is made, and no value is read."""
+        with compat.without_dispatch_modes(), compat.outside_transforms():
+            resolved = self.value.resolve(unread(self.size, self.offset), self.lifted)
+            bound, offset = self._bind(Prepared(resolved, self._offset_tensor()))
+        return shifted_mask(bound, offset) if self.value.kind == "mask" else shifted_score(bound, offset)
 
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""

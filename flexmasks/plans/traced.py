@@ -67,7 +67,7 @@ class _Traced:
     def is_by_library(self) -> bool:
         return self.value is not None and self.value.is_by_library()
 
-    def mod(self) -> Callable[..., Tensor]:
+    def function(self) -> Callable[..., Tensor]:
         """The function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
         with compat.without_modes():
             value, size = without_traced(cast(Modifier, self.value), self.size)

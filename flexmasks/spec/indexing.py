@@ -74,7 +74,7 @@ def first_row(name: str, count: int, size: Size | None) -> int | Tensor:
     if count == size.q_len and "Q" not in size.at_most:
         return starts.clone() if isinstance(starts, Tensor) else starts  # kept, as the user's tensor must not be
     if size.most_queries is not None and "Q" in size.at_most and (isinstance(starts, Tensor) or starts):
-        return torch.where(size.most_queries == count, starts, 0).expand(size.batch)
+        return torch.where(size.most_queries() == count, starts, 0).expand(size.batch)
     check_covers_queries(name, count, size)
     return 0
 

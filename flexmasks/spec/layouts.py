@@ -71,9 +71,8 @@ def size_inside_sequences(
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
     sequences = offsets.shape[0] - 1
-    lengths = offsets.long().diff()
     starts = q_start if isinstance(q_start, Tensor) else None
-    size = replace(size, batch=sequences, starts=starts, most_queries=lengths.max())
+    size = replace(size, batch=sequences, starts=starts, most_queries=lambda: offsets.long().diff().max())
     if isinstance(q_start, Tensor) and q_start.shape[0] != sequences:
         raise ValueError(f"`q_start` has {q_start.shape[0]} values, `offsets` has {sequences} sequences.")
     if not isinstance(q_start, Tensor) and q_start > _MAX_POSITION:
@@ -82,6 +81,7 @@ def size_inside_sequences(
         q_len, kv_len = (size.positions_of_q, size.kv_len) if max_length is None else (max_length, max_length)
         q_offset = kv_len if isinstance(q_start, Tensor) else q_start
         return replace(size, q_len=q_len, kv_len=kv_len, q_offset=q_offset, at_most=_LENGTHS)
+    lengths = offsets.long().diff()
     kv_lengths = lengths if kv_offsets is None else kv_offsets.long().diff()
     ends = torch.stack([lengths.max(), kv_lengths.max(), (lengths + q_start).max()])
     q_len, kv_len, positions = ends.tolist()  # positions: the most that the queries of a sequence reach

@@ -68,7 +68,8 @@ class Size:
     at_most: tuple[str, ...] = ()  # names of sizes (see `named`) that are upper bounds, because they cannot be read
     ends_among_keys: bool = True  # queries that start where a tensor says have no positions behind the last key's
     starts: Tensor | None = field(default=None, compare=False)  # int[batch], the offsets if a tensor has them
-    most_queries: Tensor | None = field(default=None, compare=False)  # the q_len of sequences, whose bound is q_len
+    # The q_len of sequences, whose bound is q_len.
+    most_queries: Callable[[], Tensor] | None = field(default=None, compare=False)
 
     @property
     def positions_of_q(self) -> int:

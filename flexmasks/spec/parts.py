@@ -164,7 +164,7 @@ def _prepare_rows(
 
 
 def _size_of_sequences(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Size:
-    size = replace(size, batch=len(lasts), starts=firsts, most_queries=(lasts - firsts).max() + 1)
+    size = replace(size, batch=len(lasts), starts=firsts, most_queries=lambda: (lasts - firsts).max() + 1)
     # If values may not be read, a sequence is assumed to have at most as many queries as keys.
     if not may_read(size, firsts, lasts):
         at_most = (*size.at_most, "Q", "S")

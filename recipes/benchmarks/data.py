@@ -16,7 +16,7 @@ from benchmarks import private_torch
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import measure_passes
 from flexmasks.backends import fa4_package, flex, flex_flash, forms
-from flexmasks.backends.call import Call
+from flexmasks.backends.call import Call, Plans
 from flexmasks.bench.clock import progress, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
@@ -193,8 +193,8 @@ def _made_data(call: Call) -> tuple[MaskData, float]:
 
 
 def _attend(call: Call, backend: str, form: str) -> Callable[..., Tensor]:
-    kernel = flex.kernel(call, _TORCH_NAMES[backend], as_data=form == DATA)
-    forms = kernel.forms(call.plans)
+    kernel = flex.FlexKernel(call, _TORCH_NAMES[backend], why_data="the benchmark asks" if form == DATA else "")
+    forms = kernel.forms(Plans(call.mask))
     return lambda q, k, v: kernel(q, k, v, None, *forms)[0]
 
 

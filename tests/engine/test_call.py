@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,18 @@ from helpers import documents
 from torch import Tensor
 from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from flexmasks import Mask, get_mask
+from flexmasks.backends import exact, fa4_package, flex_flash
 from flexmasks.backends.call import (
     BlocksAndScore,
+    Inputs,
     Kernel,
     Kind,
+    Operand,
     PageTable,
     Plans,
     Ready,
@@ -32,12 +37,15 @@ from flexmasks.backends.call import (
     proven,
     with_gradients_once,
 )
+from flexmasks.backends.table import BACKENDS, why_not
 from flexmasks.plans import plan
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.request import Request
+from flexmasks.road import plan_call
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import Opaque
+from flexmasks.spec.structure import Opaque, tensors_of
 
 BATCH, HEADS, LENGTH = 2, 2, 512
 CPU = torch.device("cpu")
@@ -88,8 +96,8 @@ def test_a_first_call_runs_the_kernel_with_its_forms() -> None:
             return (plans.mask * 2,)
 
     q, form = torch.randn(2, 4)
-    call: Any = SimpleNamespace(q=q, kv=(q, q), sinks=None, plans=Plans(form), needs_grad=False)
-    result = Doubled(False).first(call)
+    call: Any = SimpleNamespace(needs_grad=False)
+    result = Doubled(False).first(call, Inputs(q, q, q, None, Plans(form)))
     assert isinstance(result, Result)
     assert torch.equal(result.out, q + 2 * form)
 
@@ -230,24 +238,24 @@ class _Kernel(Kernel):
         return out, None
 
 
-def _call_of(q: Tensor, k: Tensor, v: Tensor, key: str) -> Any:
-    return SimpleNamespace(q=q, k=k, v=v, kv=(k, v), sinks=None, needs_grad=True, outcome_key=key)
+def _call_of(key: str) -> Any:
+    return SimpleNamespace(needs_grad=True, outcome_key=key)
 
 
 def test_a_kernel_is_proven_only_when_its_gradient_had_memory() -> None:
     q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
-    given = _call_of(q, k, v, "kind")
+    given, inputs = _call_of("kind"), Inputs(q, k, v, None, Plans(None))
     kernel = _Kernel(MISSING)
     ready = Ready(kernel, ())
     for runs in (2, 4):  # each call tries the gradient, which finds no memory, and then runs
-        assert proven(given, ready).out.shape == q.shape
+        assert proven(given, ready, inputs).out.shape == q.shape
         assert kernel.runs == runs
     kernel.fault = ValueError("no such kernel")
     with pytest.raises(Unavailable, match="ValueError: no such kernel"):
-        proven(given, ready)
+        proven(given, ready, inputs)
     kernel.fault, kernel.runs = None, 0
     for runs in (2, 3):
-        proven(given, ready)
+        proven(given, ready, inputs)
         assert kernel.runs == runs
 
 
@@ -267,8 +275,8 @@ def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
     calls = []
 
     def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(_call_of(q, k, v, "tried out"))
-        return proven(calls[-1], ready).out.cos()
+        calls.append(_call_of("tried out"))
+        return proven(calls[-1], ready, Inputs(q, k, v, None, Plans(None))).out.cos()
 
     got = torch.autograd.grad(checkpoint(region, *tensors, use_reentrant=False).sum(), tensors)
     want = torch.autograd.grad(ready(*tensors).out.cos().sum(), tensors)
@@ -313,11 +321,11 @@ def _storages_of_a_trial(fails: type[Exception] | None, hooks_are_allowed: bool)
             return Fails.apply(q + k + v), None
 
     kept: list[Any] = []
-    call = _call_of(*[torch.randn(3, requires_grad=True)] * 3, "?")
+    q = torch.randn(3, requires_grad=True)
     forbidden = torch.autograd.graph.disable_saved_tensors_hooks("none here")
     with contextlib.nullcontext() if hooks_are_allowed else forbidden:
         try:
-            proven(call, Ready(Forgotten(), ()))
+            proven(_call_of("?"), Ready(Forgotten(), ()), Inputs(q, q, q, None, Plans(None)))
         except Unavailable:
             assert fails is ValueError
     return kept
@@ -330,3 +338,71 @@ def test_only_damaged_files_are_called_damaged(cause: Exception | None) -> None:
     inner.__cause__ = cause
     assert ("TORCHINDUCTOR_CACHE_DIR" in first_line(InductorError(inner, None))) == (cause is not None)
     assert "TORCHINDUCTOR" not in first_line(InductorError(ModuleNotFoundError("No module named 'x'"), None))
+
+
+# --- questions ---
+
+
+class _NothingComputes(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"a question computes {func}")
+
+
+_IDS = documents(300)
+_ASKED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": "causal"},
+    "window": {"mask": "sliding_window", "window": 20},
+    "window of tensors": {"mask": get_mask("sliding_window", window=torch.tensor(20))},
+    "documents": {"mask": "document", "document_ids": _IDS},
+    "padding": {"mask": get_mask("causal") & get_mask("padding", seq_lens=torch.tensor([100, 300]))},
+    "packed": {"mask": flexmasks.packed("causal", offsets=torch.tensor([0, 100, 300]))},
+    "captured": {"mask": lambda b, h, q, kv: (q >= kv) & (_IDS[b, q] == _IDS[b, kv])},
+    "outside the table": {"mask": lambda b, h, q, kv: q**7 >= kv},
+    "too many bits": {"mask": lambda b, h, q, kv: q * 2**40 + h * 7 + b >= kv * 2**40},
+    "alibi": {"mask": "causal", "score": "alibi"},
+    "softcap": {"score": "softcap", "cap": 30.0},
+    "bias": {"score": "dense_bias", "bias": torch.randn(1, 4, 300, 300)},
+    "score of tensors": {"score": lambda score, b, h, q, kv: score + _IDS[b, kv].float()},
+    "score that scales": {"score": lambda score, b, h, q, kv: score * (q - kv)},
+    "start": {"mask": "causal", "q_offset": 7},
+    "starts": {"mask": "causal", "q_offset": torch.tensor([0, 0])},
+    "blocks": {"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 300, 300, "cpu")},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", _ASKED)
+def test_questions_compute_nothing(name: str, needs_grad: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends are asked about every call: whoever refuses must not have made a form, or waited for a GPU."""
+    flexmasks.clear_caches()
+    named = {"mask", "score", "block_mask", "q_offset"}
+    given = {n: x for n, x in _ASKED[name].items() if n in named}
+    q = torch.randn(2, 4, 300, 64, dtype=torch.bfloat16, requires_grad=needs_grad)
+    request = Request(params={n: x for n, x in _ASKED[name].items() if n not in named}, **given)
+    call = plan_call(q, q, q, request).call
+    if device == "cuda":  # whose kernels nothing here would run
+        monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        for module in (fa4_package, flex_flash, exact):
+            monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        on_gpu = call.q._replace(device=torch.device("cuda", 0))
+        call = replace(call, q=on_gpu, k=on_gpu, v=on_gpu)
+    answers = {}
+    with _NothingComputes():
+        for backend in BACKENDS.values():
+            answers[backend.name] = why_not(backend.name, call), backend.adds_in_any_order(call)
+            assert call.outcome_key is not None
+    assert answers["reference"] == (None, None)
+    if device == "cuda":
+        assert not any(str(reason).startswith("it runs on") for reason, _ in answers.values())
+
+
+def test_calls_hold_none_of_q_k_v() -> None:
+    q, k, v = torch.randn(3, 2, 4, 30, 16).unbind()
+    call = plan_call(q, k, v, Request("causal", params={})).call
+    assert not tensors_of({name: value for name, value in vars(call).items() if name not in ("mask", "score")})
+    assert (call.q.shape, call.k.stride(0), call.v.numel()) == (q.shape, k.stride(0), v.numel())
+    for x in (q, q.transpose(1, 2), q[:, :, :1].expand(2, 4, 3, 16), q[:1, :, ::2], q[:1, :, :1]):
+        assert Operand.of(x).is_contiguous() == x.is_contiguous()

@@ -519,10 +519,10 @@ def bands() -> dict[str, flexmasks.Mask]:
 
 
 def ready(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
-    call = plan_call(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
+    call, plans, *_ = plan_call(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more))
     assert decode.refuses(call) is None
     kernel = decode.kernel(call)
-    return Ready(kernel, kernel.forms(call.plans))
+    return Ready(kernel, kernel.forms(plans))
 
 
 _BANDS = ["causal", "full", "window", "local", "both", "padded"]

@@ -437,7 +437,7 @@ def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, bl
         call = plan_call(q, q, q, Request(mask=mask)).call
         assert flex_flash._refuses_head_size(call) is None
         want = create_block_mask(mask_mod, 1, 1, 700, 700, device="cpu", BLOCK_SIZE=block_size)
-        got = flex_flash.blocks(call).block_mask
+        got = flex_flash._fitted(call).mask.block_mask
         assert block_size == got.BLOCK_SIZE
         assert torch.equal(got.to_dense(), want.to_dense())
         assert call.mask.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
@@ -452,16 +452,16 @@ def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_oth
         ids = (torch.rand(700) < 0.02).cumsum(0)
         made = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
         if are_others_first:
-            made.call.mask.blocks()
-        got = flex_flash.blocks(made.call).block_mask
+            made.plans.mask.blocks()
+        got = flex_flash._fitted(made.call).mask.block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(
             lambda b, h, q, kv, s=seen: s[q, kv], 1, 1, 700, 700, device="cpu", BLOCK_SIZE=(128, 64)
         )
         missing = want.to_dense().bool() & ~got.to_dense().bool()
         assert not missing.any(), step
-        assert isinstance(made.mask, MaskPlan)
-        assert bool(made.mask.resized((128, 64))._prepared.why_exact) == (step == 0)
+        assert isinstance(made.plans.mask, MaskPlan)
+        assert bool(made.plans.mask.resized((128, 64))._prepared.why_exact) == (step == 0)
 
 
 def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
