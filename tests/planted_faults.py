@@ -389,7 +389,7 @@ FAULTS: list[Fault] = [
         ("tests/calls/test_export.py::test_programs_for_onnx_hold_plain_operations",),
     ),
     Fault("inside_compile.py", "_scored(encoded_score, q_offset, like_q", "_scored(encoded_score, 0, like_q", _PLACED),
-    Fault("inside_compile.py", "visible, score, call.q_offset,", "visible, score, 0,", _PLACED),
+    Fault("inside_compile.py", "Described(visible, score, q_offset,", "Described(visible, score, 0,", _PLACED),
     Fault("inside_compile.py", "any(isinstance(x, Tensor) and x.req", "any(isinstance(x, Tensor) or x.req", _PLACED),
     Fault(
         "inside_compile.py", "TracedScore(score, score_size, q_offset,", "TracedScore(score, score_size, 0,", _PLACED
