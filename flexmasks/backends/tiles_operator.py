@@ -150,15 +150,16 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
     *sizes, _, _, height, in_words = shape
     width = in_words * BITS
 
-    def compute() -> Tensor:
+    # CUDA graphs of torch.compile give memory to this thread alone.
+    words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
+
+    def compute() -> None:
         visible = over_indices(_described(*leaves).mask_mod(q, k))
         b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
-        words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
         for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
             out.copy_(words_of_pairs(boolean(visible(b, h, part, kv), 4), (height, width))[:, :, 0])
-        return words
 
-    words = _in_another_thread(compute, q.device)
+    _in_another_thread(compute, q.device)
     table = torch.arange(math.prod(shape[:4]), dtype=torch.int32, device=q.device).view(*shape[:4])
     return words.view(-1, height, in_words), table, *visible_in_words(words)
 

@@ -146,7 +146,7 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
         if mask is None
         else traced.TracedMask(mask, size, q_offset, None)
     )
-    function = value.mod()
+    function = value.function()
     last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
     for indices in (last, [x * 0 for x in last]):
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
