@@ -90,9 +90,11 @@ x = q.detach().float().requires_grad_()
 refuses(lambda: flexmasks.attention(x, x, x, mask='causal', score='alibi', backend='short').sum().backward())
 """
 _LOOK = """
-score = lambda s, b, h, q, kv: s * (q - kv)
+from flexmasks.plans import data
+data._CAPACITIES = (0,)
+mask = lambda b, h, q, kv: (q - kv) % 3 == 0
 q, k, v = (x.detach().float() for x in (q, k, v))
-refuses(lambda: flexmasks.attention(q, k, v, mask='causal', score=score, backend='flex'))
+refuses(lambda: flexmasks.attention(q, k, v, mask=mask, backend='flex'))
 """
 _SIZES = """
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -103,7 +105,7 @@ refuses(lambda: checks._broadcasts(m, n))
 """
 _EXCHANGE = """
 from flexmasks.integrations.distributed import exchange
-refuses(lambda: exchange._traced_all_to_all(torch.zeros(2), [2], [2], None))
+refuses(lambda: exchange.all_to_all_single(torch.zeros(2), [2], [2], None))
 """
 _SELECTIVE = """
 import functools
