@@ -258,7 +258,7 @@ def keep(known: Known, ready: Ready, planned: Planned) -> None:
 
 def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
     """Keep the kind of a call, for other tensors."""
-    if known.tensors and planned.call.q.device.type in _KINDS_ON:
+    if known.tensors and planned.call.device_type in _KINDS_ON:
         with contextlib.suppress(Opaque):
             kind = Kind(ready.kernel, planned.plans, known.tensors, planned.where_last)
             _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)

@@ -29,7 +29,7 @@ def is_added(call: Call) -> bool:
     if call.score is None:
         return False
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    kind = call.kernel_key[1], call.q.device.type
+    kind = call.kernel_key[1], call.device_type
     is_known = call.shapes is not None and not call.is_traced  # the key of a traced score leaves parameters out
     adds = _ADDS.get(kind) if is_known else None
     if adds is None:

@@ -247,10 +247,6 @@ class Operand(NamedTuple):
             step *= size
         return True
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
 
 class Pages(NamedTuple):
     """Facts of a call whose k and v lie in pages, as `flexmasks.paged_attention` takes them."""
@@ -330,8 +326,12 @@ class Call:
         return all(part.holds_aliases for part in self.parts)
 
     @property
-    def is_cuda(self) -> bool:
-        return self.q.is_cuda
+    def device_type(self) -> str:
+        return self.q.device.type
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device_type == "cuda"
 
     @property
     def dtype(self) -> str:

@@ -33,7 +33,7 @@ _MAX_SCORES, _MAX_SCORES_ON_GPU = 1 << 26, 1 << 28  # held at a time; on a GPU m
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    device = call.q.device.type
+    device = call.device_type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
     if call.mask.is_given:
@@ -68,7 +68,7 @@ def _scores_held(call: Call, most: int) -> int:
     """Return how many scores, or marks of visible keys, are in memory at a time. Up to `most` it is a bound."""
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     adds = call.score is not None and call.cap is None
-    if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
+    if call.device_type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
         if call.mask.intervals is not None:
             return 0
         batch, heads = dependence(call.mask.function(), batch, heads, call.q.device, reads_values=False)
@@ -82,7 +82,7 @@ def finds_last_queries(call: Call) -> bool:
 
 
 def kernel(call: Call) -> Kernel:
-    if call.q.device.type in _ON_GPU:
+    if call.device_type in _ON_GPU:
         return decode_gpu.kernel(call)
     groups = call.q.shape[1] // call.k.shape[1]
     return CpuKernel(groups, call.k.shape[0], is_added(call), call.scale, call.with_lse)

@@ -173,7 +173,7 @@ def why_unusable() -> str:
 def refuses_package(call: Call) -> str | None:
     """Return why flash-attn-4 cannot take the call, called directly or through flex_attention, or None."""
     head_size, v_size = call.q.shape[3], call.v.shape[3]
-    if not call.is_cuda:
+    if not call.on_gpu:
         return "it runs on CUDA only"
     missing = why_unusable()
     if missing:

@@ -64,10 +64,11 @@ def options(
         return chosen
     # For few queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    tiles = chosen_tiles(q, v, block_size) if q.is_cuda and not chosen else {}
-    if q.is_cuda and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
+    on_gpu = q.device.type == "cuda"
+    tiles = chosen_tiles(q, v, block_size) if on_gpu and not chosen else {}
+    if on_gpu and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
         chosen.setdefault(_ENDS_AT_TILES, False)
-    if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
+    if on_gpu and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
         return {**tiles, **chosen, "BACKEND": "TRITON"}
     # The backward pass of a decoding kernel is that of all others.
     return {**{name: value for name, value in tiles.items() if name.startswith("bwd_")}, **chosen}
@@ -154,7 +155,7 @@ class FlexKernel(Kernel):
 
     def first(self, call: Call, inputs: Inputs) -> Result:
         """Run the first call of its kind. If shared memory is too small, smaller kernels are tried."""
-        may_shrink = not self._is_flash and call.is_cuda and not call.kernel_options
+        may_shrink = not self._is_flash and call.on_gpu and not call.kernel_options
         attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
         for more_options in attempts:
             if more_options:
@@ -252,7 +253,7 @@ def _key(call: Call, backend: str | None, chosen: dict[str, Any], lengths: str) 
     q, k, v = call.q, call.k, call.v
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
-    may_decode = call.is_cuda and "BACKEND" not in chosen
+    may_decode = call.on_gpu and "BACKEND" not in chosen
     others = {name: value for name, value in chosen.items() if name != _ENDS_AT_TILES}
     return (
         backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), lengths, q.shape[1],
@@ -301,11 +302,11 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_here(call: Call) -> str | None:
-    if call.q.device.type not in ("cpu", "cuda"):
+    if call.device_type not in ("cpu", "cuda"):
         return "it runs on CUDA and on CPUs only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
-    if call.is_cuda:
+    if call.on_gpu:
         has_two_dtypes = call.k.dtype != call.q.dtype and call.needs_grad
         return "its kernel has gradients only where q, k and v have one dtype" if has_two_dtypes else None
     if call.k.dtype != call.q.dtype:
@@ -333,7 +334,7 @@ def _reads_symbolic_sizes(call: Call) -> bool:
 
 def adds_in_any_order(call: Call) -> str | None:
     """Return what the kernel adds in changing order, or None."""
-    adds = call.is_cuda and call.learns
+    adds = call.on_gpu and call.learns
     return "the gradients of tensors that the score or mask reads, by atomic operations," if adds else None
 
 

@@ -76,7 +76,7 @@ def kills(call: Call) -> str | None:
     if call.score is None or call.score.is_by_library or call.score.opaque:
         return None
     reason = next((reason for reason in outside(call, is_score=True) if reason in KILLERS), None)
-    if reason == NEGATIVE and not call.is_cuda:
+    if reason == NEGATIVE and not call.on_gpu:
         return None
     return reason and f"for the score: {reason}; {_HOW_NOT[reason]}"
 
@@ -140,7 +140,7 @@ def _looked_at(call: Call, part: Any, is_score: bool, count: Callable[[int], int
     if call.is_traced or call.shapes is None:
         return outside_table(part.function(), device, sizes, is_score)
     offset, *shapes = call.shapes
-    kind = is_score, part.kernel_key, None if offset is None else count(offset), *shapes, device.type, *sizes
+    kind = is_score, part.kernel_key, None if offset is None else count(offset), *shapes, call.device_type, *sizes
     reasons = _OUTSIDE.get(kind)
     if reasons is None:
         reasons = outside_table(part.function(), device, sizes, is_score)

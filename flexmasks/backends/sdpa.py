@@ -42,8 +42,8 @@ def refuses(call: Call) -> str | None:
         return "it gives no lse"
     if call.kernel_options:
         return "it takes no kernel_options"
-    if call.q.device.type not in ("cpu", "cuda"):
-        return f"it is not used on {call.q.device.type}"
+    if call.device_type not in ("cpu", "cuda"):
+        return f"it is not used on {call.device_type}"
     if window.right is not None and call.scale is not None and call.scale <= 0:
         return "it is wrong if scale is not above 0, because it scales masked scores"
     if call.q.dtype == torch.float64 and call.needs_grad:

@@ -30,7 +30,7 @@ _ON_GPU = ("cuda",)
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    device = call.q.device.type
+    device = call.device_type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
     if call.is_traced and not (call.learns and device in _ON_GPU):
@@ -54,7 +54,7 @@ def refuses(call: Call) -> str | None:
 
 
 def kernel(call: Call) -> Kernel:
-    if call.q.device.type in _ON_GPU:
+    if call.device_type in _ON_GPU:
         return short_gpu.kernel(call)
     return CpuKernel(
         scale=call.scale,

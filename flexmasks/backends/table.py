@@ -106,7 +106,7 @@ def _fastest_first(call: Call) -> list[Backend]:
 
     The reference is last, but for kernels whose compilation a small call on a CPU waits with.
     """
-    if not call.is_cuda or call.pages is not None:
+    if not call.on_gpu or call.pages is not None:
         waits = waiting.uncompiled(call) is not None
         return [*(b for b in BACKENDS.values() if not (waits and b.name == "flex")), *[BACKENDS["flex"]] * waits]
     is_decoding = call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and why_not("decode", call) is None
@@ -184,7 +184,7 @@ def why_not(name: str, call: Call) -> str | None:
 def warn_of_dtypes(name: str, call: Call) -> None:
     """Log once that the reference runs a call because k and v have another dtype than q."""
     if name == "reference" and call.k.dtype != call.q.dtype:
-        _warn_of_dtypes(call.q.device.type, call.q.dtype, call.k.dtype, call.needs_grad)
+        _warn_of_dtypes(call.device_type, call.q.dtype, call.k.dtype, call.needs_grad)
 
 
 @functools.cache

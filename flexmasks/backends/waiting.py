@@ -40,7 +40,7 @@ class Uncompiled:
 def uncompiled(call: Call) -> Uncompiled | None:
     """Return what a call's kind has computed if the call waits with compiling, else None."""
     q, k, v = call.q, call.k, call.v
-    if q.device.type != "cpu" or call.needs_grad or call.is_traced or call.kernel_options:
+    if call.device_type != "cpu" or call.needs_grad or call.is_traced or call.kernel_options:
         return None
     products = q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
     if max(q.shape[2], k.shape[2]) > MAX_LENGTH or products >= WORK_BEFORE_COMPILING:

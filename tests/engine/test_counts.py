@@ -389,13 +389,13 @@ def test_errors_are_those_of_block_mask(mask: Any, lengths: tuple[Any, ...], mor
 class _Like:
     """The attributes of a tensor that `flex.options` reads."""
 
-    is_cuda: bool
+    on_gpu: bool
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", 0)
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
 
 def _options(

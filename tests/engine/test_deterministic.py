@@ -31,7 +31,7 @@ def deterministic() -> Iterator[Callable[..., None]]:
 
 def _call(**given: Any) -> Any:
     q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
-    facts = {"learns": False, "needs_grad": True, "pages": None, "is_cuda": True, "is_traced": False}
+    facts = {"learns": False, "needs_grad": True, "pages": None, "on_gpu": True, "is_traced": False}
     return SimpleNamespace(**{"q": q, "k": q, **facts, **given}, context=Context.now(q.device))
 
 

@@ -489,7 +489,7 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def _half_on_cuda() -> Any:
     q = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(q=q, k=q, v=q, is_cuda=True, needs_grad=False)
+    return SimpleNamespace(q=q, k=q, v=q, on_gpu=True, needs_grad=False)
 
 
 @pytest.mark.parametrize("state", ["new", "chosen", "not writable", "imported"])

@@ -261,7 +261,7 @@ def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(size: int, v_size: int, learns: bool = False, kv_heads: int = 4) -> str | None:
         shapes = (4, size), (kv_heads, size), (kv_heads, v_size)
         q, k, v = (torch.empty(1, h, 200, n, dtype=torch.bfloat16, device="meta") for h, n in shapes)
-        return fa4_package.refuses_package(SimpleNamespace(q=q, k=k, v=v, is_cuda=True, needs_grad=learns))  # type: ignore[arg-type]
+        return fa4_package.refuses_package(SimpleNamespace(q=q, k=k, v=v, on_gpu=True, needs_grad=learns))  # type: ignore[arg-type]
 
     for size, v_size in ((64, 64), (128, 128), (192, 128), (128, 64)):
         assert reason(size, v_size) is None
@@ -322,7 +322,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
     q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
     call = {"needs_grad": False, "cap": None, "score": None, "kernel_options": None, "scale": None, **given}
     call |= {
-        "is_cuda": True,
+        "on_gpu": True,
         "is_traced": False,
         "pages": None,
         "numbers_of": lambda part: None,
