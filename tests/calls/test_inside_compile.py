@@ -462,7 +462,8 @@ def test_variables_of_a_module_may_change(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
     held, q = flexmasks.get_mask(_by_mode), torch.randn(1, 2, 40, 16)
     for mask in (held, _by_mode):
-        compiled = torch.compile(lambda q, mask=mask: flexmasks.attention(q, q, q, mask=mask), fullgraph=True)
+        call = lambda q, mask=mask: flexmasks.attention(q, q, q, mask=mask)  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
         for mode in ("causal", "other", "causal"):
             monkeypatch.setattr(sys.modules[__name__], "_MODE", mode)
             want = flexmasks.attention(q, q, q, mask="causal" if mode == "causal" else _by_mode, backend="reference")
@@ -479,7 +480,7 @@ def _by_alias(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def test_other_names_of_functions_of_torch_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     q = torch.randn(1, 2, 40, 16)
-    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=_by_alias), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=_by_alias), fullgraph=True, backend="eager")
     for compare in (torch.minimum, torch.maximum, torch.sub):
         monkeypatch.setattr(sys.modules[__name__], "_compare", compare)
         want = flexmasks.attention(q, q, q, mask=_by_alias, backend="reference")
@@ -558,7 +559,7 @@ def test_functions_of_any_kind_take_parameters(name: str) -> None:
     def call() -> tuple[Tensor, ...]:
         return tuple([flexmasks.attention(q, q, q, mask=mask, w=3) for mask in (made, make())])
 
-    want = flexmasks.attention(q, q, q, mask=_wide, w=3)
+    want = flexmasks.attention(q, q, q, mask=_wide, w=3, backend="reference")
     for got in torch.compile(call, fullgraph=True, backend="eager")():
         torch.testing.assert_close(got, want)
 
@@ -579,13 +580,13 @@ def test_functions_made_inside_that_do_not_fit(make: Callable[[], Callable[..., 
 def test_numbers_of_masks_beside_functions_that_only_torch_reads_may_change() -> None:
     table, q = torch.arange(50), torch.randn(1, 2, 40, 16)
 
-    def call(window: int) -> Tensor:
+    def call(window: int, backend: str = "auto") -> Tensor:
         near = flexmasks.get_mask("sliding_window", window=window)
-        return flexmasks.attention(q, q, q, mask=near & (lambda b, h, q, kv: table[q] > kv - 3))
+        return flexmasks.attention(q, q, q, mask=near & (lambda b, h, q, kv: table[q] > kv - 3), backend=backend)
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
     for window in (3, 9, 5):
-        torch.testing.assert_close(compiled(window), call(window))
+        torch.testing.assert_close(compiled(window), call(window, backend="reference"))
 
 
 def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, **_: Any) -> Tensor:
@@ -596,7 +597,7 @@ def _shown_to(what: Any, n: float, lens: Tensor, b: Tensor, h: Tensor, q: Tensor
 def test_captured_numbers_may_change(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda q, **call: flexmasks.attention(q, q, q, backend=backend, **call), fullgraph=True, backend="aot_eager"
+        lambda q, **call: flexmasks.attention(q, q, q, backend=backend, **call), fullgraph=True, backend="eager"
     )
     q = torch.randn(1, 2, 40, 16)
     for slope, width in ((0.5, 5), (0.25, 9), (-0.125, 3)):
@@ -689,13 +690,14 @@ def test_a_mask_may_read_a_parameter() -> None:
     assert error(compiled(), want.detach().double()) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _REPLACED)
 def test_what_functions_read_may_be_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     before, after, function = _REPLACED[name]
     monkeypatch.setattr(sys.modules[__name__], "_HELD", dict(before))
     mask, q = flexmasks.get_mask(function), torch.randn(1, 2, 40, 16)
-    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=mask), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda: flexmasks.attention(q, q, q, mask=mask), fullgraph=True, backend="eager")
     for held in (before, after):
         _HELD.update(held)
         want = flexmasks.attention(q, q, q, mask=mask, backend="reference")
@@ -712,7 +714,8 @@ def test_what_functions_read_may_be_replaced(name: str, monkeypatch: pytest.Monk
 def test_what_functions_captured_may_change(captured: tuple[Any, Any], is_partial: bool) -> None:
     """Functions of the same code differ in what they captured: strings and the like choose what they compute."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, mask: flexmasks.attention(q, q, q, mask=mask), fullgraph=True)
+    call = lambda q, mask: flexmasks.attention(q, q, q, mask=mask)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
     q = torch.randn(2, 2, 40, 16)
     for what in (*captured, captured[0]):
         for n in (2, 3):
@@ -1023,7 +1026,7 @@ def test_scores_see_where_queries_start(way: str, made: _Call, offset: int | Ten
     at_first, places = torch.as_tensor(offset).view(-1, 1, 1, 1), torch.arange(LENGTH)
     added = torch.cos(0.7 * (places[:20, None] + at_first) + places)
     want, _ = attend(*map(exact, (q, k, v)), None, lambda s: s + added)
-    out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, offset)
+    out = torch.compile(call, fullgraph=True, backend="eager")(q, k, v, offset)
     assert error(out, want) < TOLERANCE[torch.float32]
 
 
@@ -1220,7 +1223,7 @@ def test_functions_that_only_torch_can_read(caplog: pytest.LogCaptureFixture) ->
         return made, flexmasks.attention(q, k, v, mask=calling)
 
     q, k, v = leaves()
-    want = flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS)
+    want = flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS, backend="reference")
     with caplog.at_level(logging.WARNING, "flexmasks"):
         results = torch.compile(call, fullgraph=True, backend="eager")(q, k, v, DOCUMENTS)
     for out in results:
@@ -1256,7 +1259,7 @@ def test_block_masks_of_any_length(q_offset: int) -> None:
         q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
         q = q[:, :, : length - q_offset]
         made = flexmasks.block_mask("causal", length - q_offset, length, q_offset=q_offset)
-        want = flexmasks.attention(q, k, v, mask="causal", q_offset=q_offset)
+        want = flexmasks.attention(q, k, v, mask="causal", q_offset=q_offset, backend="reference")
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), want)
 
 
@@ -1411,21 +1414,22 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "vmap of grad"])
+_TRANSFORMED: dict[str, dict[str, Any]] = {
+    "causal": {"mask": "causal"},
+    "full": {},
+    "documents": {"mask": "document", "document_ids": torch.arange(33) // 10},
+    "score": {"mask": "sliding_window", "window": 3, "score": "alibi"},
+    "lambda": {"mask": lambda b, h, q, kv: q - kv < 3},
+    "lse": {"mask": "causal", "return_lse": True},
+}
+
+
 @pytest.mark.parametrize(
-    "call",
-    [
-        {"mask": "causal"},
-        {},
-        {"mask": "document", "document_ids": torch.arange(33) // 10},
-        {"mask": "sliding_window", "window": 3, "score": "alibi"},
-        {"mask": lambda b, h, q, kv: q - kv < 3},
-        {"mask": "causal", "return_lse": True},
-    ],
-    ids=["causal", "full", "documents", "score", "lambda", "lse"],
+    ("name", "transform"), one_in(2, list(itertools.product(_TRANSFORMED, ["grad", "vmap", "jvp", "vmap of grad"])))
 )
-def test_transforms_inside_the_compiled_function(call: dict[str, Any], transform: str) -> None:
+def test_transforms_inside_the_compiled_function(name: str, transform: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 33, 8).unbind()
+    call = _TRANSFORMED[name]
 
     def attention(q: Tensor) -> Tensor:
         found = flexmasks.attention(q, k, v, **call)
