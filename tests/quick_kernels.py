@@ -38,8 +38,8 @@ def in_cpp_on_day(day: int, of: int) -> Callable[[Any], Any]:
 
 
 def _traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    compiled = compile_function(*args, backend="aot_eager", **kwargs)
-    if not args:  # a decorator
+    compiled = compile_function(*args, **{"backend": "aot_eager", **kwargs})
+    if not args or "backend" in kwargs:  # a decorator, or what a test compiles
         return compiled
 
     @functools.wraps(compiled)

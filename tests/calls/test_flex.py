@@ -18,6 +18,7 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
@@ -421,17 +422,17 @@ def _plain_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mask", "dynamic"),
+    ("mask", "backend", "dynamic"),
     [
-        (_plain_window, None),
-        (_plain_window, True),
-        (functools.partial(_window, window=9), None),
-        (_Window(9), None),
-        (_Window(9).__call__, None),
+        (_plain_window, "inductor", None),
+        (_plain_window, "aot_eager", True),
+        (functools.partial(_window, window=9), "aot_eager", None),
+        (_Window(9), "aot_eager", None),
+        (_Window(9).__call__, "aot_eager", None),
     ],
     ids=["function", "function of any length", "partial", "object", "method"],
 )
-def test_a_step_in_one_graph(mask: Function, dynamic: bool | None) -> None:
+def test_a_step_in_one_graph(mask: Function, backend: str, dynamic: bool | None) -> None:
     """Block mask and attention in one graph, for all kinds of functions, with gradients."""
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -445,7 +446,7 @@ def test_a_step_in_one_graph(mask: Function, dynamic: bool | None) -> None:
     torch._dynamo.reset()
     q, k, v = _qkv()
     visible = of_torch.create_mask(_plain_window, B, 1, S, S, "cpu")
-    out = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=_backend(dynamic))(q, k, v)
+    out = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=backend)(q, k, v)
     want, *_ = _formula(q, k, v, _scores_in_graph, visible)
     assert _error(out, want) < 2e-5
     _check_gradients(out, want, [q, k, v], 2e-5)
@@ -486,7 +487,7 @@ def test_a_compiled_create_block_mask(name: str) -> None:
     """torch.compile(create_block_mask), as torch's documentation advises, makes the same blocks."""
     torch._dynamo.reset()
     arguments: Any = (_masks()[name], B, None, S, S, "cpu")
-    made = torch.compile(flex.create_block_mask)(*arguments)
+    made = torch.compile(flex.create_block_mask, backend="inductor" if name == "causal" else "aot_eager")(*arguments)
     q, k, v = _qkv()
     visible = of_torch.create_mask(_masks()[name], B, 1, S, S, "cpu")
     assert _error(flex.flex_attention(q, k, v, block_mask=made), _formula(q, k, v, None, visible)[0]) < 2e-5
@@ -494,6 +495,7 @@ def test_a_compiled_create_block_mask(name: str) -> None:
     assert bool((computed | ~exact).all())
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["name", "function", "booleans", "plan", "block mask", "bshd", "nothing"])
 def test_greatest_scores_of_attention(form: str, device: str) -> None:

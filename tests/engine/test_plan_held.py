@@ -71,6 +71,7 @@ def check(tensors: list[Tensor], ids: Tensor, attend: Callable[..., Tensor], **g
         assert error(got, want) < 3 * TOLERANCE[got.dtype]
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("number", range(4))
 def test_plans_take_new_tensors_on_each_backend(device: str, number: int) -> None:
@@ -117,7 +118,7 @@ def test_plans_compile(made: str) -> None:
     tensors = qkv()
     plan = flexmasks.plan(packed(drawn_ids("cpu", 0)), LENGTH, batch=BATCH, heads=HEADS)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def two_layers(q: Tensor, k: Tensor, v: Tensor, given: Any) -> Tensor:
         mask = given
         if made == "inside":
@@ -192,6 +193,7 @@ def test_the_tensors_of_a_plan_are_its_own() -> None:
     check(tensors, drawn_ids("cpu", 6), flexmasks.attention, mask=plan)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_captured_variables_and_offsets_are_updated() -> None:
     lens, starts = torch.tensor([200, 90]), torch.tensor([100, 0])
     mask = lambda b, h, q, kv: (kv < lens[b]) & (kv <= q)  # noqa: E731
@@ -208,6 +210,7 @@ def test_captured_variables_and_offsets_are_updated() -> None:
         plan.update(lens=lens, q_offset=starts)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_scores_in_plans() -> None:
     tensors, ids = qkv(requires_grad=False), drawn_ids("cpu", 0)
     slopes = torch.rand(HEADS)
@@ -265,6 +268,7 @@ class _Switch:
     is_causal = True
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_functions_that_read_what_no_plan_can_copy() -> None:
     switch, tensors = _Switch(), qkv(requires_grad=False)
     plan = flexmasks.plan(lambda b, h, q, kv: (q >= kv) if switch.is_causal else (q <= kv), LENGTH)
@@ -290,6 +294,7 @@ GLOBAL: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("held", GLOBAL)
 @pytest.mark.parametrize("is_first_local", [False, True])
 def test_tensors_of_global_variables_are_read_at_each_call(held: str, is_first_local: bool) -> None:
@@ -338,6 +343,7 @@ def _variables() -> dict[str, tuple[Callable[..., Tensor], Change]]:
     }
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("kind", ["mask", "score"])
 @pytest.mark.parametrize(
     ("tensor", "backend"),
@@ -452,6 +458,7 @@ def _in_list(q: Tensor, kv: Tensor) -> Tensor:
     return (q - kv).abs() <= _SIZES[0]
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("helper", ["keyword", "list"])
 def test_updates_where_functions_read_global_constants(helper: str) -> None:
     """A plan owns its tensors beside them, and sees when they change."""
@@ -477,6 +484,7 @@ def with_default(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: int = 5) -> Ten
     return (q - kv).abs() <= n
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("mask", [with_default, flexmasks.get_mask(with_default) & packed(drawn_ids("cpu", 0))])
 def test_plans_of_functions_of_a_module_are_pickled(mask: Any) -> None:
     plan = flexmasks.plan(mask, LENGTH)
@@ -662,6 +670,7 @@ def test_updates_wait_for_nothing() -> None:
         assert error(out, expected(tensors, seen(ids))[0]) < 3 * TOLERANCE[out.dtype]
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize(
     "way", ["autocast", "a plan in autocast", "jagged tensors", "pages in autocast", "given blocks", "options"]
 )
@@ -718,6 +727,7 @@ def test_given_blocks_that_change_are_other_blocks() -> None:
     assert alive() is None
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_small_tensors_of_inference_mode_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         tensors, lens = qkv(requires_grad=False), torch.tensor([LENGTH, 30])

@@ -11,6 +11,7 @@ import torch
 from helpers import TOLERANCE, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
@@ -71,6 +72,7 @@ SHARED: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], 
 }
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("names", SHARED)
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 99))
@@ -88,6 +90,7 @@ def test_each_name_of_a_tensor_is_updated_alone(names: str, seed: int) -> None:
         assert_same(flexmasks.attention(*tensors, mask=plan), want)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_one_name_of_two_places_is_updated_in_both() -> None:
     tensors, ids = qkv(), tables(3)
 
@@ -171,6 +174,7 @@ def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
     assert_same(flexmasks.attention(*tensors, mask=alone), want)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("length", [LENGTH, 1300])
 def test_values_that_learn_are_refused(length: int) -> None:
     tensors, zeros = qkv(length), torch.zeros(length, length)
@@ -192,6 +196,7 @@ def test_values_that_learn_are_refused(length: int) -> None:
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [LENGTH, 1300, 1700])
 @pytest.mark.parametrize("modes", ["iii", "oio", "ioo", "oii", "ooi", "iio"])
@@ -213,6 +218,7 @@ def test_updates_of_plans_in_inference_mode(length: int, modes: str) -> None:
             assert_same(got, flexmasks.attention(*tensors, mask="document", document_ids=ids // size))
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [LENGTH, 1500])
 @pytest.mark.parametrize("sizes", [{}, {"batch": 2}, {"heads": 2}, {"batch": 2, "heads": 2}])
@@ -248,6 +254,7 @@ def of_groups() -> str:
     return "of_groups"
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_all_calls_see_values_of_which_tables_have_another_size(of_groups: str) -> None:
     """Calls with and without gradients read the same tensors."""
     tensors, groups = qkv(1300), torch.arange(1300)
@@ -273,6 +280,7 @@ def test_updates_that_captured_calls_refuse_leave_the_plan(of_groups: str) -> No
     assert torch.equal(flexmasks.attention(*tensors, mask=plan.mask, backend="flex"), want)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_updates_of_plans_whose_batch_size_shapes_do_not_tell() -> None:
     """A check of values at another batch size than the calls have refuses none."""
     tensors = [torch.randn(4, 2, LENGTH, 16) for _ in range(3)]

@@ -17,6 +17,7 @@ import fresh
 import pytest
 import torch
 from helpers import TOLERANCE, error
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -280,6 +281,7 @@ def test_known_calls_run_while_another_thread_compiles() -> None:
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
@@ -288,7 +290,7 @@ def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest
     def trace_slowly(function: Callable[..., Any], *arguments: Any) -> Any:
         def slow(*inputs: Tensor) -> Any:
             records.set()
-            time.sleep(0.5)
+            time.sleep(0.2)
             return function(*inputs)
 
         return trace(slow, *arguments)

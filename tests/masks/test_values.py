@@ -640,6 +640,7 @@ NUMBERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_numpy_are_numbers(name: str) -> None:
     """They are taken wherever a number is, also as arrays without dimensions."""
