@@ -426,8 +426,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "backends/forms.py",
-        "None if offset is None else count(offset), *shapes, device.type",
-        "*shapes, device.type",
+        "None if offset is None else count(offset), *shapes, call.device_type",
+        "*shapes, call.device_type",
         ("tests/engine/test_data.py::test_functions_are_looked_at_again_for_later_positions",),
     ),
     # --- kernels, which Triton's interpreter runs ---
