@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import flexmasks
-from flexmasks import compat
 from flexmasks.integrations.distributed import Order, balance, exchange
 from sequence_on_paper import plan
 
@@ -73,11 +72,10 @@ def test_processes_exchange_what_is_least_unless_one_computes_most(
     assert figures["auto"] == figures[way]
 
 
-def test_rows_of_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_channels_last() -> None:
     """torch.cat keeps that order of memory, in which rows are no view."""
-    monkeypatch.setattr(compat, "is_compiling", lambda: True)
     x = torch.randn(2, 4, 5, 6, 3).permute(0, 4, 1, 2, 3)  # [..., B, H, D], the second dimension last in memory
     layout = exchange._Layout(x.shape[:-2], (x.shape[-2:],))
-    rows = layout.packed([x])
+    rows = layout.packed([x], is_traced=True)
     assert torch.equal(rows, x.reshape(6, -1))
     assert torch.equal(layout.unpacked(rows)[0], x)

@@ -160,10 +160,10 @@ def attention(
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
         >>> out = distributed.attention(q, k, v, mesh=mesh, mask="causal")  # doctest: +SKIP
     """
-    has_order, like = order is not None, q if isinstance(q, DTensor) else None
+    has_order, like, is_traced = order is not None, q if isinstance(q, DTensor) else None, is_compiling()
     if like is not None:
         check_placements(q, k, v)
-    mesh = _mesh_of(q, mesh)
+    mesh = _mesh_of(q, mesh, is_traced)
     options: dict[str, Any] = {"scale": scale, "backend": backend, "kernel_options": kernel_options}
     options["return_lse"] = return_lse
     if mesh is None:  # only batch elements or heads are sharded
@@ -171,7 +171,7 @@ def attention(
         return cast(Tensor, attention_of_one(q, k, v, **options))
     q_part, k_part, v_part = q, k, v
     if like is not None:
-        order = order or _order_of(q.shape[2], mesh)
+        order = order or _order_of(q.shape[2], mesh, is_traced)
         q_part, k_part, v_part = (cast(DTensor, x).to_local() for x in (q, k, v))
     problem: Exception | None = None
     call: _Call | None = None
@@ -180,13 +180,13 @@ def attention(
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
         place = PartOfCall(*q_part.shape[:2]) if like is None else users_line(like)
-        call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
+        call = _Call(mesh, place, of_mask, of_score, sinks, how, order, is_traced)
         _check(call, q_part, k_part)
         advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
     except (ValueError, TypeError) as error:
         problem = error
     compared = _Compared([], True, False)
-    if check and not is_compiling():
+    if check and not is_traced:
         checked = None if problem else call
         compared = _compare(q_part, k_part, v_part, mesh, checked, options, bool(advice))
     if problem is not None:
@@ -211,6 +211,7 @@ class _Call(NamedTuple):
     sinks: Tensor | None
     how: str
     order: Order | None
+    is_traced: bool  # by torch.compile
     parts: tuple[Parts, ...] = ()  # of all processes
 
     @property
@@ -293,7 +294,7 @@ def _says_all(mask: Mask) -> bool:
 # --- places ---
 
 
-def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
+def _mesh_of(q: Tensor, mesh: DeviceMesh | None, is_traced: bool) -> DeviceMesh | None:
     """The mesh of the processes that hold the sequence together, or None if each has it whole."""
     if isinstance(q, DTensor):
         if mesh is not None and mesh != q.device_mesh:
@@ -302,7 +303,7 @@ def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
         if not dims:
             return None
         if len(dims) == 1:
-            mesh = submesh(mesh, dims[0])
+            mesh = submesh(mesh, dims[0], is_traced)
         elif len(dims) < mesh.ndim:
             if mesh.mesh_dim_names is None:
                 _fail("a mesh whose sequence lies over some of its dimensions needs `mesh_dim_names`.")
@@ -314,11 +315,11 @@ def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh
 
 
-def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
+def _order_of(length: int, mesh: DeviceMesh, is_traced: bool) -> Order | None:
     """The parts of a DTensor that is sharded over a whole mesh; inside torch.compile None for equal parts, so that the
     length may be symbolic.
     """
-    if is_compiling():
+    if is_traced:
         if length % mesh.size() == 0:
             return None
         length = int(constants(length))
@@ -338,7 +339,7 @@ def _run(
     if len(set(dtypes)) > 1:
         _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
     mesh, parts, place = call.mesh, call.parts, call.place
-    last = submesh(mesh, len(mesh.shape) - 1)
+    last = submesh(mesh, len(mesh.shape) - 1, call.is_traced)
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
     rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
     way, wanted = _compared_way(q, k, v, call) if may_want_others else _way(q, k, v, call)
@@ -356,7 +357,7 @@ def _run(
     else:
         if mesh.ndim == 2:
             of_rows = [size_of(sum(r, ())) for r in rows]
-            k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
+            k, v = (gathered(x, submesh(mesh, 0, call.is_traced), of_rows) for x in (k, v))
         keys = sum(parts, ())
     k, v = (arranged(x, keys) for x in (k, v))
     call = call._replace(place=place)
@@ -390,14 +391,14 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     if how == "seen":
         if mesh.ndim == 2:
             _fail('how="seen" needs a mesh of one dimension.')
-        if is_compiling():
+        if call.is_traced:
             _fail('how="seen" plans the mask on the host, which torch.compile cannot trace; use "gather" or "heads".')
         return how, _wanted(call)
     if how != "auto":
         return how, ()
     last = mesh.shape[-1]
     other = "gather" if k.shape[1] % last else "heads"
-    if mesh.ndim == 2 or is_compiling():
+    if mesh.ndim == 2 or call.is_traced:
         return other, ()
     band = _distances(call, q)
     if band is None:  # then blocks are counted only where that saves most and is done once
@@ -461,11 +462,12 @@ def _attend(
     keys: the positions of k and v, ascending.
     """
     band, sinks = _distances(call, q), call.place.sinks_of(call.sinks, q.shape[1])
+    takes_all_keys = call.is_traced and call.score is not None
     results, at, parts = [], 0, merged(own) or ((0, 0),)
     for start, stop in parts:
         rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # a slice's gradient would be copied
         at += stop - start
-        of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, call.score is not None), k, v
+        of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, takes_all_keys), k, v
         if of_rows != keys:
             first = of_rows[0][0] - keys[0][0]
             k_rows, v_rows = (x.narrow(2, first, size_of(of_rows)) for x in (k, v))
@@ -476,11 +478,12 @@ def _attend(
     return list(results[0]) if len(results) == 1 else [torch.cat(parts, 2) for parts in zip(*results, strict=True)]
 
 
-def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: bool) -> Parts:
-    """The keys that rows are computed with: for windows only those that the rows may see, but all of them inside
-    torch.compile with a score change, which would have the positions of some keys as constants.
+def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, all_of_them: bool) -> Parts:
+    """The keys that rows are computed with: for windows only those that the rows may see.
+
+    all_of_them: inside torch.compile with a score change, which would have the positions of some keys as constants.
     """
-    if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and is_compiling()):
+    if band is None or len(keys) != 1 or keys[0][0] > start or all_of_them:
         return keys
     first, end = seen_through(band, (start, stop), keys[0][1])
     first = min(max(first, keys[0][0]), start)

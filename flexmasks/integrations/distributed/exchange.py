@@ -27,9 +27,6 @@ from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascendin
 @contextlib.contextmanager
 def exchanging(what: str) -> Iterator[None]:
     """Add to the error of an exchange of `what` what may have happened to the other processes."""
-    if is_compiling():
-        yield
-        return
     try:
         yield
     except torch.OutOfMemoryError:
@@ -97,11 +94,14 @@ def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
     return functools.reduce(lambda rank, dim: rank * mesh.size(dim) + mesh.get_local_rank(dim), dims, 0)
 
 
-def submesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """The one-dimensional mesh of the processes along a dimension."""
+def submesh(mesh: DeviceMesh, dim: int, is_traced: bool) -> DeviceMesh:
+    """The one-dimensional mesh of the processes along a dimension.
+
+    is_traced: whether torch.compile traces the call.
+    """
     if mesh.ndim == 1:
         return mesh
-    if not is_compiling():
+    if not is_traced:
         return _of_group(mesh.get_group(dim), mesh.device_type)
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{WHERE}: inside torch.compile a mesh of two dimensions needs `mesh_dim_names`.")
@@ -190,9 +190,9 @@ class _Layout(NamedTuple):
     lead: torch.Size  # [..., B]
     sizes: tuple[torch.Size, ...]  # [H, D] of each tensor
 
-    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+    def packed(self, tensors: Sequence[Tensor], is_traced: bool) -> Tensor:
         """The tensors side by side, as rows [N, numbers]."""
-        if is_compiling():  # Inductor fuses this; in eager mode it would copy twice
+        if is_traced:  # Inductor fuses this; in eager mode it would copy twice
             parts = [x.reshape(*self._flat, size.numel()) for x, size in zip(tensors, self.sizes, strict=True)]
             rows = torch.cat(parts, -1)
         elif len(tensors) == 1 and tensors[0].is_contiguous():
@@ -238,16 +238,16 @@ class _Travel(NamedTuple):
     strides: Sequence[tuple[int, ...] | None]
     of_gradients: tuple[int, ...] | None = None
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        rows, come, sent = self.here.packed(tensors), list(self.come), list(self.sent)
+    def run(self, tensors: Sequence[Tensor], is_traced: bool = False) -> tuple[Tensor, ...]:
+        rows, come, sent = self.here.packed(tensors, is_traced), list(self.come), list(self.sent)
         with exchanging(self.what):
-            if is_compiling():
+            if is_traced:
                 rows_here = all_to_all_single(rows, come, sent, self.group)
             else:
                 rows_here = rows.new_empty(sum(come), rows.shape[1])
                 dist.all_to_all_single(rows_here, rows, come, sent, self.group)
         results = zip(self.there.unpacked(rows_here), self.strides, strict=True)
-        return tuple(x if strides is None or is_compiling() else _laid(x, strides) for x, strides in results)
+        return tuple(x if strides is None or is_traced else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
         """The exchange that sends the gradients of tensors back."""
@@ -268,7 +268,7 @@ def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
 
 def _exchanged(travel: _Travel, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if is_compiling():
-        return travel.run(tensors)
+        return travel.run(tensors, is_traced=True)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
 
 

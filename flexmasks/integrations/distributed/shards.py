@@ -66,7 +66,8 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
         _check("unshard", x, order, mesh, dim, is_whole=False)
     except ValueError as error:
         problem = error
-    if check and not is_compiling():
+    is_traced = is_compiling()
+    if check and not is_traced:
         shape = "" if problem is not None else str(([*x.shape[:dim], *x.shape[dim:][1:]], x.dtype, dim))
         compare("unshard", mesh, 0, {"order": repr(order), "x": shape}, problem is not None)
     if problem is not None:
@@ -76,7 +77,7 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
     for mesh_dim in reversed(range(mesh.ndim)):
         ranks = mesh.size(mesh_dim)
         groups = [sizes[i : i + ranks] for i in range(0, len(sizes), ranks)]
-        x = gathered(x, submesh(mesh, mesh_dim), groups[rank_in(mesh, mesh_dim)], dim)
+        x = gathered(x, submesh(mesh, mesh_dim, is_traced), groups[rank_in(mesh, mesh_dim)], dim)
         sizes = [sum(group) for group in groups]
     return arranged(x, sum(order.parts, ()), dim)
 
