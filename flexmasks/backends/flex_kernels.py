@@ -91,6 +91,7 @@ class _Graphs:
 class _Kernel:
     compiled: Callable[..., Any]
     is_static: bool  # compiled for each length separately
+    on_gpu: bool
     follows_failure: bool = False  # torch could not compile the kernel in whose place this one is
     graphs: _Graphs = field(default_factory=_Graphs)
     shapes_run: set[_Shapes] = field(default_factory=set)
@@ -112,7 +113,8 @@ class _Kernel:
         """
         _this_thread.running = what, q, k, others[0]
         try:
-            q, k, scale = widened(q, k, scale)
+            if not self.on_gpu:
+                q, k, scale = widened(q, k, scale)
             return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
         finally:
             _this_thread.running = None
@@ -229,7 +231,8 @@ def flex_by(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `flex` returns, by torch's flex_attention or a function like it."""
-    if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
+    on_cpu, has_few_queries = q.device.type == "cpu", q.shape[2] < _FEW_QUERIES
+    if on_cpu:  # torch's kernel gives wrong numbers where all elements of a head are one
         q, k, v = with_rows_together(q, k, v)
         score_mod = _as_stored(score_mod)
     grouped = q.shape[1] != k.shape[1]
@@ -245,13 +248,13 @@ def flex_by(
             kernel_options=kernel_options,
             return_aux=compat.AuxRequest(lse=True),
         )
-        if q.device.type != "cpu" and q.shape[2] < _FEW_QUERIES:
+        if has_few_queries and not on_cpu:
             # torch's kernel for few queries on a GPU gives rows that see NaN the lse of rows that see nothing.
             lse = cast(Tensor, aux.lse)
             return out, torch.where(lse.isneginf() & out.isnan().any(-1), math.nan, lse)
         return out, aux.lse
     out = attend(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
-    if q.device.type == "cpu" and q.shape[2] == 1 and block_mask is not None:
+    if on_cpu and q.shape[2] == 1 and block_mask is not None:
         # torch's kernel for one query on a CPU leaves the output unwritten if there is no block at all.
         full = block_mask.full_kv_num_blocks
         has_blocks = block_mask.kv_num_blocks.any() if full is None else (block_mask.kv_num_blocks + full).any()
@@ -284,13 +287,13 @@ _VECTORS_FILL_TILES = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def widened(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float | None]:
-    """Return q and k with heads wide enough for torch's kernel, and the scale.
+    """Return q and k on a CPU with heads wide enough for torch's kernel, and the scale.
 
     On CPUs whose vectors do not fill a tile of keys, torch's kernel reads and writes whole tiles at the last keys of
     small heads: seen with AVX2, in torch 2.11 and 2.13. What lies behind the keys then changes outputs.
     """
     size = q.shape[3]
-    if q.is_cuda or _VECTORS_FILL_TILES or size >= _SAFE_HEAD_SIZE or size % _SHORTEST_VECTOR:
+    if _VECTORS_FILL_TILES or size >= _SAFE_HEAD_SIZE or size % _SHORTEST_VECTOR:
         return q, k, scale
     size = int(compat.as_constant(size))  # kernels take no symbolic scale
     missing = 0, _SAFE_HEAD_SIZE - size
@@ -309,8 +312,8 @@ def _run_kernel(
     `what` describes the functions, for the log. `captured` has the shapes of captured tensors. Errors of torch's
     compilation are raised unchanged, but NeedsData is raised if the mask may go as data instead.
     """
-    q, k, v = args[:3]
-    shapes = shapes_of(q, k, v, captured)
+    q, k, v, *_, packed = args
+    shapes = shapes_of(q, k, v, packed, captured)
     kernel = COMPILED.get(key)
     if kernel is not None and kernel.is_ready(shapes):
         with contextlib.suppress(_Retry):
@@ -320,15 +323,15 @@ def _run_kernel(
         kernel = COMPILED.get(key)  # another thread may have made it
         if kernel is None:
             why = _why_new(key)
-            kernel = _new_kernel(key, q.is_cuda)
+            kernel = _new_kernel(key)
         elif kernel.graphs.count and not (kernel.has_room or kernel.is_ready(shapes)):
             why = f"torch keeps at most {kernel.graphs.most} graphs of a function"
-            kernel = _new_kernel(key, q.is_cuda, kernel.is_static)
+            kernel = _new_kernel(key, kernel.is_static)
         try:
             result = kernel.run(what, *args)
         except compat.FailOnRecompileLimitHit:  # other threads have compiled meanwhile
             why = "torch's recompile limit was reached"
-            kernel = _new_kernel(key, q.is_cuda, kernel.is_static)
+            kernel = _new_kernel(key, kernel.is_static)
             result = kernel.run(what, *args)
         except Exception as error:
             if passing_error(error) is not None:
@@ -351,7 +354,7 @@ def _run_kernel(
             # replaces a name within a longer name.
             is_static = kernel.follows_failure or _CPP_FAILED in str(error) or is_wrong_bound(error)
             why = f"torch could not compile it for {'any length' if kernel.graphs.count else 'this call'}"
-            kernel = _new_kernel(key, q.is_cuda, is_static, follows_failure=True)
+            kernel = _new_kernel(key, is_static, follows_failure=True)
             try:
                 result = kernel.run(what, *args)
             except Exception:
@@ -378,7 +381,7 @@ def _laid_out(key: Hashable, captured: Hashable, q: Tensor, k: Tensor, v: Tensor
     if sum(x.nelement() * x.element_size() for x in given if not x.is_contiguous()) > _MAX_COPIED:
         return given
     plain = [x if is_plain else x.contiguous() for x, is_plain in zip(given, are_plain, strict=True)]
-    kernel, shapes = COMPILED.get(key), shapes_of(plain[0], plain[1], plain[2], captured)
+    kernel, shapes = COMPILED.get(key), shapes_of(plain[0], plain[1], plain[2], (), captured)
     copied = shapes._replace(strides=((),) * 3, contiguous=(True,) * 3)
     if kernel is not None and not kernel.is_ready(shapes) and kernel.is_ready(copied):
         plain = [x.contiguous() for x in plain]
@@ -434,19 +437,22 @@ def _why_new(key: Any) -> str:
     return "no kernel had this " + ", ".join(dict.fromkeys(nearest))
 
 
-def shapes_of(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
-    """Return the shapes of a call; captured: those of the tensors that mask and score captured."""
+def shapes_of(q: Tensor, k: Tensor, v: Tensor, packed: Sequence[Sequence[bool]], captured: Hashable) -> _Shapes:
+    """Return the shapes of a call.
+
+    packed: as for `flex`. captured: the shapes of the tensors that mask and score captured.
+    """
     contiguous = tuple(x.is_contiguous() for x in (q, k, v))
     strides = tuple(() if x.is_contiguous() else x.stride() for x in (q, k, v))
-    packed = [tuple(itertools.compress(x.stride(), packed_dims(x))) for x in (q, k, v) if x.is_cuda]
-    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured, tuple(packed))
+    constant = tuple(tuple(itertools.compress(x.stride(), dims)) for x, dims in zip((q, k, v), packed, strict=False))
+    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured, constant)
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
     return q.stride(), k.stride(), v.stride()
 
 
-def _new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
+def _new_kernel(key: Hashable, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_kernel_numbers)}"
     code = flex.__code__.replace(co_name=name)
     function = types.FunctionType(code, flex.__globals__, name)
@@ -463,10 +469,11 @@ def _new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False, follows_f
 
     # For any length torch does not know either where views begin: the few that are not aligned are copied.
     options: dict[str, Any] = {"guard_filter_fn": needed_guards}
-    if is_cuda:
+    on_gpu = _is_for_gpu(key)
+    if on_gpu:
         options["assume_aligned_inputs"] = True
     compiled = torch.compile(function, fullgraph=True, dynamic=False if is_static else None, options=options)
-    kernel = _Kernel(compiled, is_static, follows_failure, graphs)
+    kernel = _Kernel(compiled, is_static, on_gpu, follows_failure, graphs)
     COMPILED.put(key, (), kernel, 1)
     return kernel
 
@@ -478,7 +485,7 @@ class Runner:
     """
 
     def __init__(self, what: str, key: Hashable, captured: Hashable, may_be_data: bool) -> None:
-        self.key = key
+        self.key, self._on_gpu = key, _is_for_gpu(key)
         self._what, self._captured, self._may_be_data = what, captured, may_be_data
         # A weak reference, so that the cache bounds the number of kernels.
         self._kernel: Callable[[], _Kernel | None] = lambda: None
@@ -495,9 +502,7 @@ class Runner:
                 return _run_compiled(kernel, self._what, q, k, v, *args, packed)
             except _Retry:
                 pass
-        if not q.is_cuda:
-            q, k, v = _laid_out(self.key, self._captured, q, k, v)
-        packed = tuple(map(packed_dims, (q, k, v))) if q.is_cuda else ()
+        q, k, v, packed = self._laid_out(q, k, v)
         result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args, packed)
         kernel = COMPILED.get(self.key)
         if kernel is not None:
@@ -506,14 +511,18 @@ class Runner:
                 self._packed[_strides(q, k, v)] = packed
         return result
 
+    def _laid_out(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[tuple[bool, ...], ...]]:
+        """Return q, k and v as their kernel takes them, and `packed` as for `flex`."""
+        if self._on_gpu:
+            return q, k, v, (packed_dims(q), packed_dims(k), packed_dims(v))
+        return *_laid_out(self.key, self._captured, q, k, v), ()
+
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
         """Say whether a call with these tensors would compile."""
         kernel = COMPILED.get(self.key)
         if kernel is None:
             return "yes, some seconds: it is the first call of its kind"
-        if not q.is_cuda:
-            q, k, v = _laid_out(self.key, self._captured, q, k, v)
-        shapes = shapes_of(q, k, v, self._captured)
+        shapes = shapes_of(*self._laid_out(q, k, v), self._captured)
         if shapes in kernel.shapes_run:
             return "no: such a call has run before"
         if not kernel.takes_any_length(shapes):
@@ -528,3 +537,7 @@ _KEY_PARTS = (
     "number of heads of k and v", "head size", "head size of v", "wish for an lse", "scale", "set of kernel options",
     *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
+
+
+def _is_for_gpu(key: Any) -> bool:
+    return bool(key[_KEY_PARTS.index("device")].type == "cuda")

@@ -309,8 +309,8 @@ def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) 
 def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels of torch's flex_attention run without compilation, which takes long."""
 
-    def new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False) -> Any:
-        kernel = flex_kernels._Kernel(flex_kernels.flex, is_static)
+    def new_kernel(key: Hashable, is_static: bool = False) -> Any:
+        kernel = flex_kernels._Kernel(flex_kernels.flex, is_static, on_gpu=False)
         flex_kernels.COMPILED.put(key, (), kernel, 1)
         return kernel
 
@@ -790,8 +790,8 @@ def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         seen = create_mask(block_mask.mask_mod, 1, q.shape[1], length, length, device="cpu")
         return scaled_dot_product_attention(q, k, v, attn_mask=(seen & partial) | full), None
 
-    def new_kernel(key: Hashable, is_cuda: bool, is_static: bool = False) -> Any:
-        kernel = flex_kernels._Kernel(attend, is_static)
+    def new_kernel(key: Hashable, is_static: bool = False) -> Any:
+        kernel = flex_kernels._Kernel(attend, is_static, on_gpu=False)
         flex_kernels.COMPILED.put(key, (), kernel, 1)
         return kernel
 
