@@ -180,8 +180,8 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
     made = [_with_example(one, params, length) for one, params in zip(defined, own, strict=True)]
     mask = get_mask(arguments.mask, **made[0])
     score = get_score(arguments.score, **made[1]) if arguments.score else None
-    device = torch.device(arguments.device or ("cuda" if on_gpu else "cpu"))
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    device = arguments.device or ("cuda" if on_gpu else "cpu")
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
     q, k, v = (torch.randn(batch, h, length, size, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     print(compare(mask, score, q, k, v))
 

@@ -17,6 +17,7 @@ from flexmasks.bench.clock import device_name, interleaved, progress, synchroniz
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RUNS = 7
+PASSES = "forward, ms", "forward + backward, ms"
 
 
 def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -39,7 +40,7 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
         try:
             call = make()
             start = time.perf_counter()
-            _pass(call, q, k, v, learns=q.is_cuda)
+            _pass(call, q, k, v, learns=_passes(q)[-1])
             synchronize(q.device)
             calls[name], first_seconds[name] = call, time.perf_counter() - start
         except Exception as error:  # a compiler may raise anything
@@ -50,14 +51,19 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
     times = pass_times(calls, q, k, v)
     progress("")
     rows = [[name, seconds, *times[name]] for name, seconds in first_seconds.items()]
-    headers = ["", "first call, s", "forward, ms", *(["forward + backward, ms"] if q.is_cuda else [])]
+    headers = ["", "first call, s", *PASSES[: len(times[ours])]]
     about = f"{device_name(q.device)}, torch {torch.__version__}, {str(q.dtype).removeprefix('torch.')}"
     return "\n".join([about, tabulate(rows, headers=headers, floatfmt=".3g"), *left_out])
 
 
+def _passes(q: Tensor) -> tuple[bool, ...]:
+    """Which passes are timed: forward alone, and with the backward pass on a GPU."""
+    return (False, True) if q.is_cuda else (False,)
+
+
 def pass_times(calls: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for learns in (False, True) if q.is_cuda else (False,):
+    for learns in _passes(q):
         passes = {name: functools.partial(_pass, call, q, k, v, learns=learns) for name, call in calls.items()}
         for name, (milliseconds, _) in interleaved(passes, q.device, RUNS).items():
             times[name].append(milliseconds)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexmasks import attention, block_mask, dense_mask, draw, explain
 from flexmasks.bench.clock import device_name, progress, synchronize
-from flexmasks.bench.compare import Attend, pass_times
+from flexmasks.bench.compare import PASSES, Attend, pass_times
 
 _CHECKED_HEADS = 2  # checking all heads in float64 would take long and show nothing new
 
@@ -80,10 +80,10 @@ def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
         "SDPA, full attention": F.scaled_dot_product_attention,
     }
     times = pass_times(calls, q, k, v)
-    columns = ["forward, ms", "forward + backward, ms"][: 1 + q.is_cuda]
     rows: list[list[object]] = [[name] for name in calls]
     for totals in zip(*times.values(), strict=True):
         for row, total in zip(rows, totals, strict=True):
             row += [total, f"{total / totals[0]:.2f} x"]
+    columns = PASSES[: len(times["flexmasks, grouped_tril"])]
     header = ["", *(text for column in columns for text in (column, "times as long as ours"))]
     return tabulate(rows, headers=header, floatfmt=".2f")
