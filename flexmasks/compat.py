@@ -525,8 +525,6 @@ def constants(value: Any) -> Any:
 
     The functions that `constant_in_graphs` marks take no symbolic numbers. Other values are returned as they are.
     """
-    if not is_compiling():
-        return value
     if isinstance(value, tuple):
         return tuple([constants(v) for v in value])
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -580,8 +578,9 @@ def fake_mode() -> Any:
 # --- nested tensors ---
 
 
-def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
-    view = None if is_compiling() else named("nested_view")
+def nested(values: Tensor, offsets: Tensor, jagged_dim: int, is_traced: bool) -> Tensor:
+    """Return a nested tensor of values; is_traced: whether torch.compile traces the call."""
+    view = None if is_traced else named("nested_view")
     if view is None:
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
     return cast(Tensor, view(values, offsets, None, ragged_idx=jagged_dim))

@@ -9,6 +9,24 @@ import torch
 from flexmasks import compat
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Whether the host reads values of a device's tensors without waiting, so that it may check all of them."""
+    return device.type == "cpu"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the operations of a device."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_traced_or_transformed() -> bool:
+    """Whether torch.compile traces or torch.func transforms this code, or derivatives are taken forward.
+
+    No tensor's value can be read then, or operations on parts of buffers would lose its derivative.
+    """
+    return compat.is_compiling() or compat.transforms_active() or compat.in_forward_derivative()
+
+
 class Context(NamedTuple):
     """Everything around a call that decides how it runs, but for its arguments."""
 
@@ -34,7 +52,7 @@ class Context(NamedTuple):
             compat.in_forward_derivative() or (has_transforms and compat.in_vmap()),
             compat.in_dispatch_mode() > 0,
             torch.is_grad_enabled(),
-            kind == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
+            kind == "cuda" and is_capturing(device),
             torch.get_autocast_dtype(kind) if autocast else None,
             torch.get_default_dtype(),
             (

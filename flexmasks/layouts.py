@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.context import is_capturing
 from flexmasks.masks.packed import packed
 from flexmasks.plans.alignment import sequences_aligned
 from flexmasks.plans.checks import ATTENTION, check_offset, described, fail
-from flexmasks.plans.sizes import is_capturing
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.parameters import can_be_read
@@ -55,16 +55,20 @@ def cast_as(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if casts else x
 
 
-def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
+def laid_end_to_end(
+    q: Any, k: Any, v: Any, request: Request, is_traced: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Request]:
     """Return jagged nested tensors as dense tensors, with all sequences laid end to end.
 
     The dense tensors are [1, H, total, D], and the request gets a `packed` mask and score.
+
+    is_traced: whether torch.compile traces the call.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         # While torch traces, every size is an int for `isinstance`.
         is_jagged = is_jagged and x.dim() == 4
-        if not is_jagged or (not compat.is_compiling() and isinstance(x.shape[2], int)):
+        if not is_jagged or (not is_traced and isinstance(x.shape[2], int)):
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
                 f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`."
@@ -86,10 +90,10 @@ def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, T
     return q_dense, k_dense, v_dense, request
 
 
-def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return dense output and lse as nested tensors of q's lengths."""
-    cu_seqlens_q = cast(Any, q).offsets()
-    return compat.nested(out[0], cu_seqlens_q, 2), None if lse is None else compat.nested(lse[0], cu_seqlens_q, 2)
+def as_nested(q: Tensor, out: Tensor, lse: Tensor | None, is_traced: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return dense output and lse as nested tensors of q's lengths; is_traced: as for `laid_end_to_end`."""
+    given = cast(Any, q).offsets(), 2, is_traced
+    return compat.nested(out[0], *given), None if lse is None else compat.nested(lse[0], *given)
 
 
 def inside_sequences(

@@ -16,7 +16,7 @@ from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.context import Context
+from flexmasks.context import Context, is_capturing, reads_at_once
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
@@ -36,7 +36,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
-from flexmasks.plans.sizes import is_capturing, offset_of_last, offsets_of
+from flexmasks.plans.sizes import offset_of_last, offsets_of
 from flexmasks.request import Request
 from flexmasks.road import (
     Known,
@@ -59,9 +59,7 @@ from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
-_CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
-_GATHERS_ON = ("cpu",)  # where pages are copied
-_READS_PAGES_ON = ("cuda",)  # where kernels read pages
+_READS_PAGES_ON = ("cuda",)  # where kernels read pages; elsewhere pages are copied
 _OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
 _WHOLE: Part[bool] = Part(PLANS, "whole tables")  # whether all keys lie in pages
 _LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches
@@ -74,7 +72,16 @@ class _Cache(NamedTuple):
     v: Tensor
     page_table: Tensor
     kv_lens: Tensor
+    is_traced: bool  # the call, by torch.compile
     sequences: Tensor | None = None  # what messages call the batch elements, by default their numbers
+
+    @classmethod
+    def given(cls, k: Tensor, v: Tensor, page_table: Tensor, kv_lens: Tensor) -> _Cache:
+        return cls(k, v, page_table, kv_lens, compat.is_compiling())
+
+    @property
+    def is_read_by_kernels(self) -> bool:
+        return self.k.device.type in _READS_PAGES_ON
 
     @property
     def room(self) -> int:
@@ -107,7 +114,7 @@ class _Cache(NamedTuple):
 
         If used pages are missing, each mask is checked: some masks hide their keys.
         """
-        if compat.is_compiling():
+        if self.is_traced:
             return
         if is_of_vmap(self.page_table):
             refuse_vmap(PAGED, "`page_table`")
@@ -152,8 +159,9 @@ def run_varlen(
         fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
         _check_given(kv_offsets, page_table, kv_lens)
-        with under_autocast(q, k, v) as (q, k, v):
-            return _run_mixed(q, offsets, _Cache(k, v, page_table, kv_lens), request)
+        cache = _Cache.given(k, v, page_table, kv_lens)
+        with unseen(cache.is_traced), under_autocast(q, k, v) as (q, k, v):
+            return _run_mixed(q, offsets, cache._replace(k=k, v=v), request)
     check_varlen(q=q, k=k, v=v)
     cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
     cu_seqlens_k = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
@@ -166,7 +174,6 @@ def run_varlen(
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
-@unseen
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
@@ -174,8 +181,9 @@ def run_paged(
 
     A q_offset of None means that the queries are the last ones of each sequence.
     """
-    with under_autocast(q, k_cache, v_cache) as (q, k_cache, v_cache):
-        cache, request = _Cache(k_cache, v_cache, page_table, kv_lens), _with_offset(PAGED, request)
+    cache = _Cache.given(k_cache, v_cache, page_table, kv_lens)
+    with unseen(cache.is_traced), under_autocast(q, k_cache, v_cache) as (q, k_cache, v_cache):
+        cache, request = cache._replace(k=k_cache, v=v_cache), _with_offset(PAGED, request)
         if request.sink_logits is None:
             return _run_paged(q, cache, request)
         check_sinks(q, request.sink_logits)
@@ -214,7 +222,7 @@ def _key_of_pages(q: Tensor, cache: _Cache, request: Request) -> Known | None:
 
     The last two tensors are kv_lens and the page table.
     """
-    if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+    if cache.is_traced or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         return None
     table, lens = cache.page_table, cache.kv_lens
     if not type(q) is type(table) is type(lens) is Tensor or vars(table) or vars(lens):
@@ -241,7 +249,7 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
     """Return output and lse (or None) of a checked call whose kernel reads no pages."""
     if request.q_offset is None:
         request = request._replace(q_offset=_kept_offset_of_last(cache.kv_lens, q.shape[2]))
-    if q.device.type in _GATHERS_ON and not computes_nothing(q, cache.k, cache.v):
+    if not (cache.is_read_by_kernels or computes_nothing(q, cache.k, cache.v)):
         return _run_gathered(q, cache, request)
     if cache.room > cache.k.shape[:2].numel():  # pages that repeat hold more keys than the pool has slots
         request = request._replace(ends_among_keys=False)
@@ -277,7 +285,6 @@ def _check_given(kv_offsets: Any, page_table: Tensor | None, kv_lens: Tensor | N
         fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
 
 
-@unseen
 def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
     check_varlen(q=q)
@@ -293,13 +300,13 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     mixed = _mixed(q, cu_seqlens_q, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
+    if cache.is_traced and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
         inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     for rows in mixed.batches:
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
-        own_cache = _Cache(cache.k, cache.v, rows.page_table, rows.kv_lens, rows.sequences)
+        own_cache = cache._replace(page_table=rows.page_table, kv_lens=rows.kv_lens, sequences=rows.sequences)
         own_out, own_lse = _run_paged(own_q, own_cache, own, is_checked=True)
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
@@ -367,13 +374,13 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
 
 def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     """Return whether a kernel that reads pages may run a call, before it is planned."""
-    if request.backend not in ("auto", "decode", "fa4") or q.device.type not in _READS_PAGES_ON:
+    if request.backend not in ("auto", "decode", "fa4") or not cache.is_read_by_kernels:
         return False
     tensors = q, cache.k, cache.v
     if not all(type(x) is Tensor for x in tensors) or not (q.numel() and cache.k.numel() and cache.room):
         return False
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    if learns_any(tensors) or is_traced or compat.is_compiling():
+    if learns_any(tensors) or is_traced or cache.is_traced:
         return False
     return (request.q_offset is None and fa4_package.is_installed()) or decode.are_few(q.shape[2], cache.room, q.device)
 
@@ -393,7 +400,7 @@ def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tenso
         offsets = cu_seqlens_q.long()
         counts = offsets.diff()
         places = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
-        is_cut = reads and q.device.type in _CUT_ON
+        is_cut = reads and reads_at_once(q.device)  # by the numbers of queries
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
             check_mixed(offsets, len(q), kv_lens if q_offset is None else None, places, room)
             _LAYOUTS.put((*key, "checked"), [], True, ENTRY)
@@ -414,7 +421,7 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     capturing = is_capturing(kv_lens.device)
     offset = None if capturing else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
-        if kv_lens.device.type == "cpu":  # elsewhere reading values takes time
+        if reads_at_once(kv_lens.device):
             check_are_last(PAGED, kv_lens, q_len)
         offset = offset_of_last(kv_lens, q_len)
         if not capturing:

@@ -8,12 +8,11 @@ backend is chosen. A call inside a user's own torch.compile goes to `flexmasks.i
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.context import Context
 from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
-from flexmasks.layouts import as_kernels_read, as_nested, cast_as, laid_end_to_end, under_autocast
+from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
 from flexmasks.plans.alignment import aligned
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import ATTENTION, any_nested, check_sinks, fail
@@ -55,7 +54,6 @@ _OFFSETS = int, str, type(None)
 _KINDS_ON = ("cuda",)
 _DIMS = 4  # of q, k and v
 _CPU = torch.device("cpu")
-_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -75,8 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
             RuntimeError,
         )
     if context.autocast is not None:
-        q, k, v = (cast_as(x, context.autocast) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
+        with under_autocast(q, k, v) as (q, k, v):
             return attend(q, k, v, request)
     are_plain = type(q) is type(k) is type(v) is Tensor and not (q.is_nested or k.is_nested or v.is_nested)
     if not are_plain and any_nested(q, k, v):
@@ -94,21 +91,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
 
 
-def unseen(run: _Run) -> _Run:
-    """Decorate a call that selective activation checkpointing is not to look into.
+def unseen(is_traced: bool) -> contextlib.AbstractContextManager[None]:
+    """Let selective activation checkpointing not look into a call.
 
     The checkpointing keeps results of single operations, which kernels overwrite, and counts operations, of which plans
     make some at their first call only. What is inside is computed again, but for torch's own attention.
+
+    is_traced: whether torch.compile traces the call. The checkpointing then looks at its graph.
     """
-
-    @functools.wraps(run)
-    def call(*args: Any) -> Any:
-        if not compat.is_compiling() and checkpointing.in_selective_checkpointing():
-            with checkpointing.unseen_by_checkpointing():
-                return run(*args)
-        return run(*args)
-
-    return cast(_Run, call)
+    if is_traced or not checkpointing.in_selective_checkpointing():
+        return contextlib.nullcontext()
+    return checkpointing.unseen_by_checkpointing()
 
 
 def _attend_in_graph(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -117,7 +110,8 @@ def _attend_in_graph(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
         check_sinks(q, request.sink_logits)
     with under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
-            return as_nested(q, *_attend_in_graph(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
+            dense = laid_end_to_end(q, k, v, without_plan(q, k, request), is_traced=True)
+            return as_nested(q, *_attend_in_graph(*dense), is_traced=True)
         from flexmasks import inside_compile  # loads torch's compilers
 
         q, k, v = as_kernels_read(q, k, v)
@@ -164,7 +158,7 @@ def _attend_by_plan(
             held.keep(key, Launch(found), state)
         return results
     known = None if key is None or captures else known_call(q, k, v, request, context, key)
-    launch = None if known is None else _launch_of_kind(known, q.device)
+    launch = None if known is None else _launch_of_kind(known)
     results = None if launch is None else _run_ready(launch.ready, q, k, v, request)
     if launch is not None and results is not None:
         held.keep(key, launch, state)
@@ -223,7 +217,7 @@ class Known(NamedTuple):
 
 def run_known(known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
-    ready = _READY.get(*known) or _of_kind(known, q.device)
+    ready = _READY.get(*known) or _of_kind(known)
     results = None if ready is None else _run_ready(ready, q, k, v, request)
     if ready is not None and results is None:
         _READY.drop(*known)
@@ -264,10 +258,8 @@ def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
             _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)
 
 
-def _launch_of_kind(known: Known, device: torch.device) -> Launch | None:
+def _launch_of_kind(known: Known) -> Launch | None:
     """Return a call with these tensors, made by the kind of a call with other ones, or None."""
-    if not known.tensors or device.type not in _KINDS_ON:
-        return None
     kind = _CALL_KINDS.get((known.key, *_layouts(known.tensors)))
     if kind is None:
         return None
@@ -283,12 +275,12 @@ def _launch_of_kind(known: Known, device: torch.device) -> Launch | None:
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
     """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
     known = known_call(q, k, v, request, Context.now(q.device))
-    return None if known is None else _READY.get(*known) or _of_kind(known, q.device)
+    return None if known is None else _READY.get(*known) or _of_kind(known)
 
 
-def _of_kind(known: Known, device: torch.device) -> Ready | None:
+def _of_kind(known: Known) -> Ready | None:
     """Return what the kind of such calls makes of tensors, or None if there was no call of the kind."""
-    launch, tensors = _launch_of_kind(known, device), known.tensors
+    launch, tensors = _launch_of_kind(known), known.tensors
     if launch is None:
         return None
     ready: Ready = launch.ready

@@ -508,7 +508,7 @@ FAULTS: list[Fault] = [
         "of_share, of_share",
         ("tests/engine/test_sinks.py::test_gradients_in_plain_torch",),
     ),
-    Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
+    Fault("kernels/sinks.py", "may_change=not learns and are_plain)", "may_change=are_plain)"),
     # --- the masked softmax ---
     Fault("kernels/softmax_operator.py", "slopes = scale * weights * (slopes", "slopes = weights * (slopes"),
     Fault("kernels/softmax_operator.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)"),

@@ -78,8 +78,7 @@ def outside_table(
 
     sizes: batch, query heads, queries and keys.
     """
-    is_blackwell = device.type == "cuda" and capability(device)[0] >= 10
-    trace = _Table(is_score, compat.FLASH_READS_VECTORS and is_blackwell)
+    trace = _Table(is_score, compat.FLASH_READS_VECTORS and capability(device)[0] >= 10)
     unreadable, _ = follow(trace, function, device, sizes, is_score)
     return tuple(trace.errors) or ((unreadable,) if unreadable else ())
 

@@ -27,9 +27,9 @@ from flexmasks.backends.exact import (
 )
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.context import is_capturing
 from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, next_power_of_2
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import is_capturing
 
 _HOW_NOT = {
     WHOLE: "index each tensor once, by one index for each dimension",

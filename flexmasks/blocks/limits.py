@@ -40,11 +40,19 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 def blocks_at_once(device: torch.device) -> int:
-    return min(BLOCKS_AT_ONCE, BLOCKS_AT_ONCE_ON_CPU) if device.type == "cpu" else BLOCKS_AT_ONCE
+    return _limit(device, min(BLOCKS_AT_ONCE, BLOCKS_AT_ONCE_ON_CPU), BLOCKS_AT_ONCE)
 
 
 def elements_at_once(device: torch.device) -> int:
-    return ELEMENTS_AT_ONCE_ON_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE_ON_GPU
+    return _limit(device, ELEMENTS_AT_ONCE_ON_CPU, ELEMENTS_AT_ONCE_ON_GPU)
+
+
+def whole_elements_at_once(device: torch.device) -> int:
+    return _limit(device, WHOLE_ELEMENTS_AT_ONCE_ON_CPU, WHOLE_ELEMENTS_AT_ONCE_ON_GPU)
+
+
+def _limit(device: torch.device, on_cpu: int, on_gpu: int) -> int:
+    return on_cpu if device.type == "cpu" else on_gpu
 
 
 def check_blocks(

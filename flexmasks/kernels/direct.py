@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.context import is_traced_or_transformed
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of own kernels
 _NO_CONTEXT = contextlib.nullcontext()
@@ -19,11 +20,14 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def is_for_triton(x: Tensor) -> bool:
+    """Whether own kernels may compute with a tensor, by its device and dtype."""
+    return on_gpu(x.device) and x.dtype in TRITON_DTYPES
+
+
 def is_plain(*tensors: Tensor) -> bool:
     """Whether the memory of all tensors holds their values, and no mode or transform watches the call."""
-    if compat.is_compiling() or compat.transforms_active() or compat.in_dispatch_mode():
-        return False
-    if compat.in_forward_derivative():
+    if is_traced_or_transformed() or compat.in_dispatch_mode():
         return False
     return all(map(_has_readable_memory, tensors))
 

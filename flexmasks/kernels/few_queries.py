@@ -48,7 +48,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmasks.kernels.direct import TRITON_DTYPES, on
+from flexmasks.kernels.direct import TRITON_DTYPES, is_for_triton, on
 from flexmasks.kernels.operators import NAMESPACE, define, library
 
 _LARGEST_SIZE = 256  # of a head, for the Triton kernels
@@ -59,10 +59,10 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
     that need no gradients, where no compiler, mode or transform of torch watches. Without `with_lse`, the lse is None.
     """
     q, _, v, *_ = arguments
-    if not (q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1])):
+    if not (is_for_triton(q) and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1])):
         raise ValueError(
             f"few queries: kernels run on a GPU, in float16, bfloat16 and float32, with head sizes that are multiples "
-            f"of 8 up to {_LARGEST_SIZE}; got {q.dtype} on {q.device.type}, head sizes {q.shape[-1]} and {v.shape[-1]}"
+            f"of 8 up to {_LARGEST_SIZE}; got {q.dtype} on {q.device}, head sizes {q.shape[-1]} and {v.shape[-1]}"
         )
     from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.errors import passing_error
-from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on, on_gpu
+from flexmasks.kernels.direct import is_for_triton, is_plain, on
 
 _log = logging.getLogger("flexmasks")
 _LARGEST_SIZE = 1024  # of a head, for the Triton kernels
@@ -42,13 +42,14 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
     """
     tensors = out, lse, sink_logits
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not compat.is_compiling() and _fits(*tensors):
+    are_plain = is_plain(*tensors)
+    if are_plain and _fits(*tensors):
         if learns:
             return _Fold.apply(*tensors, return_lse)  # type: ignore[no-any-return]
         result: tuple[Tensor, Tensor | None] | None = _launched("fold", *tensors, return_lse, True)
         if result is not None:
             return result
-    return _plain(*tensors, return_lse, may_change=not learns)
+    return _plain(*tensors, return_lse, may_change=not learns and are_plain)
 
 
 # --- the Triton kernels ---
@@ -56,15 +57,13 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
 
 def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
     return (
-        on_gpu(out.device)
-        and out.dtype in TRITON_DTYPES
+        is_for_triton(out)
         and lse.dtype == torch.float32
         and out.ndim in (3, 4)
         and 0 < out.shape[-1] <= _LARGEST_SIZE
         and (out.stride(-1) == 1 or out.shape[-1] == 1)
         and out.numel() > 0
         and 0 not in out.stride()
-        and is_plain(out, lse, sinks)
         and not _failures
         and _has_triton()
     )
@@ -123,8 +122,7 @@ def _plain(
 ) -> tuple[Tensor, Tensor | None]:
     """The new output, and the new lse or None, by torch's own operations."""
     sinks = sink_logits.to(lse.dtype)[:, None]
-    is_changed = may_change and not with_lse and not compat.is_compiling() and not compat.transforms_active()
-    if is_changed and type(out) is type(lse) is type(sinks) is Tensor:  # in place, which a host launches sooner
+    if may_change and not with_lse:  # in place, which a host launches sooner
         return out.mul_(lse.clamp_(min=_LOWEST).sub_(sinks).sigmoid_()[..., None]), None
     finite_lse = lse.clamp(min=_LOWEST)
     of_keys = torch.sigmoid(finite_lse - sinks.clamp(min=_LOWEST_SINK))

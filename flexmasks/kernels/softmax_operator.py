@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.kernels.direct import TRITON_DTYPES, is_plain, on
+from flexmasks.kernels.direct import is_for_triton, is_plain, on
 from flexmasks.kernels.operators import NAMESPACE, define, library
 from flexmasks.workers import Workers
 
@@ -61,7 +61,7 @@ def has_transforms() -> bool:
 def _forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    if x.is_cuda and x.dtype in TRITON_DTYPES:
+    if is_for_triton(x):
         from flexmasks.kernels import softmax_launch  # Triton is not installed on every system
 
         with on(x.device):
@@ -70,7 +70,7 @@ def _forward(
 
 
 def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    if y.is_cuda and y.dtype in TRITON_DTYPES:
+    if is_for_triton(y):
         from flexmasks.kernels import softmax_launch
 
         with on(y.device):

@@ -243,7 +243,7 @@ _MIN_DIVISIONS = 2  # with two, words take 0.57 of a forward pass's time, with o
 
 def are_words_faster(size: Size, canvas: Sequence[int], pixels: Pixels, strides: Sequence[int] = ()) -> bool:
     """Whether kernels read words sooner than they compute coordinates; a GPU divides by powers of 2 with a shift."""
-    if size.device.type == "cpu" or pixels is not None:
+    if size.runs_on_cpu or pixels is not None:
         return True
     divisors = {math.prod(canvas[n:]) for n in range(1, len(canvas))} | set(strides)
     return sum(n & (n - 1) != 0 for n in divisors) >= _MIN_DIVISIONS

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.context import reads_at_once
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.sizes import Offset
@@ -147,7 +148,7 @@ def sequences_aligned(
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q or q_offset == "first":
         return 0
     counts, kv_counts = cu_seqlens_q.diff(), cu_seqlens_k.diff()
-    may_read = can_be_read(counts) and can_be_read(kv_counts) and (waits or counts.device.type == "cpu")
+    may_read = can_be_read(counts) and can_be_read(kv_counts) and (waits or reads_at_once(counts.device))
     if q_offset == "last":
         if may_read and bool((kv_counts < counts).any()):
             n = int((kv_counts < counts).int().argmax())

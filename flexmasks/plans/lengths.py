@@ -20,8 +20,6 @@ from flexmasks.plans.sizes import MAX_POSITIONS, shifted_mask, sized
 from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 
-_READ_AT_ONCE = ("cpu",)  # devices whose tensors the host reads without waiting
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -69,8 +67,8 @@ class Lengths:
         return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
 
     def check_parameters(self, size: Size, q_offset: int | Tensor, values: Sequence[Modifier]) -> None:
-        """Check parameters against the sizes that are given or implied. Their values are read on a CPU only."""
-        size = sized(size, q_offset) if size.device.type == "cpu" else unread(size, q_offset)
+        """Check parameters against the sizes that are given or implied. Values are read on a CPU only."""
+        size = sized(size, q_offset) if size.reads_at_once else unread(size, q_offset)
         known = size.named()
         for name, n in (("B", self.batch), ("H", self.heads)):
             if n is None:
@@ -114,7 +112,7 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True, may_w
     if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
         fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
     size, open_extents, q_offset = lengths.check(call, mask)
-    allows_bounds = not may_wait and size.device.type not in _READ_AT_ONCE
+    allows_bounds = not (may_wait or size.reads_at_once)
     return MaskPlan(
         mask, size, q_offset, block_size=block_size, open_extents=open_extents, allows_bounds=allows_bounds, exact=exact
     )

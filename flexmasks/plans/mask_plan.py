@@ -22,12 +22,13 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
+from flexmasks.context import is_capturing
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.plan import PROGRAMS, Plan, Prepared, Program, cannot_record, with_contiguous_tensors
 from flexmasks.plans.recorded import memory_of_graph
-from flexmasks.plans.sizes import BLOCK_SIZE, Offset, is_capturing, shifted_mask, sized
+from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
@@ -118,7 +119,7 @@ class MaskPlan(Plan):
 
     def template(self) -> MaskPlan:
         template, intervals = super().template(), vars(self).get("intervals")
-        if intervals is not None and self.size.device.type != "cpu":  # where values are checked
+        if intervals is not None and not self.size.reads_at_once:  # where it does, it checks them
             places = [n for n, t in enumerate(self.inputs) if t is self._lens]
             template._intervals = intervals.with_tensors(None, None), None if intervals.lens is None else places[0]
         return template
@@ -153,7 +154,7 @@ class MaskPlan(Plan):
         if intervals is None:
             return None
         self._check_values()
-        if self.size.device.type != "cpu" and self._intervals is None:
+        if not (self.size.reads_at_once or self._intervals is not None):
             self._check_first_values()
         offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
         return intervals.with_tensors(offset, cast(Tensor | None, lens))
@@ -216,7 +217,7 @@ class MaskPlan(Plan):
         return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _check_values(self) -> None:
-        if self.size.device.type == "cpu":
+        if self.size.reads_at_once:
             self.mask.resolve(sized(self.size, self.offset), self.lifted)
 
     @property
@@ -290,7 +291,7 @@ class MaskPlan(Plan):
         They do on a CPU, unless many pairs make it too long to find the bits; masks without tensors are planned once.
         """
         is_long = self.size.q_len * self.size.kv_len > limits.PAIRS_WITHOUT_LIMIT
-        return not (self.opaque or self.inputs or is_long) and self.size.device.type == "cpu"
+        return not (self.opaque or self.inputs or is_long) and self.size.runs_on_cpu
 
     @functools.cached_property
     def whole(self) -> Whole:

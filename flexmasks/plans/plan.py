@@ -19,13 +19,14 @@ from torch.nn import Parameter
 
 from flexmasks import compat
 from flexmasks.cache import ENTRY, KINDS, Part, identity
+from flexmasks.context import is_capturing
 from flexmasks.errors import passing_error
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_graph
-from flexmasks.plans.sizes import Offset, is_capturing, shifted_mask, shifted_score, sized
+from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score, sized
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
@@ -288,7 +289,7 @@ class Plan:
         return self._cached(cache, build)
 
     def _check_values(self) -> None:
-        """Check the values of tensors on a CPU, where reading them costs nothing."""
+        """Check the values of tensors where the host reads them at once."""
         raise NotImplementedError
 
     def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
@@ -299,7 +300,7 @@ class Plan:
         program = PROGRAMS.get(kind_key)
         is_first = program is None
         if program is None:
-            program = Program("", records_soon=self.size.device.type != "cpu")
+            program = Program("", records_soon=not self.size.reads_at_once)
             if not capturing:
                 self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.context import is_capturing
 from flexmasks.plans.tracing import Operations, trace
 
 _log = logging.getLogger("flexmasks")
 _MAX_ELEMENTS_IN_GRAPH = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _LOCK = threading.RLock()  # held while a CUDA graph runs and its outputs are copied
 _GRAPHS_ON = ("cuda",)
+_CPU = torch.device("cpu")
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
 
@@ -50,9 +52,9 @@ class Recorded:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, in memory of their own."""
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
-            if not inputs or inputs[0].device.type not in _GRAPHS_ON or torch.cuda.is_current_stream_capturing():
+            device = inputs[0].device if inputs else _CPU
+            if device.type not in _GRAPHS_ON or is_capturing(device):
                 return self._run_alone(inputs)
-            device = inputs[0].device
             with _LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
                     self._may_capture = False

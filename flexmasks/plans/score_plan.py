@@ -11,12 +11,13 @@ from torch import Tensor
 
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
+from flexmasks.context import is_capturing
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Learning
-from flexmasks.plans.sizes import Offset, is_capturing, shifted_score, sized
+from flexmasks.plans.sizes import Offset, shifted_score, sized
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import Factors, cap_of, factors_of
@@ -82,7 +83,7 @@ class ScorePlan(Plan):
         return self._made(_ADDED, "added", Added, _added)
 
     def _check_values(self) -> None:
-        if self.size.device.type == "cpu":
+        if self.size.reads_at_once:
             self.score.resolve(sized(self.size, self.offset))
 
     @property
@@ -118,7 +119,7 @@ class ScorePlan(Plan):
         key = self.kernel_key, self.size, self.shapes
         is_known = not self.opaque and _TRIED.get(key) is not None
         # On a GPU the values are read for the first score of a kind only.
-        reads = self.size.device.type == "cpu" or not is_known
+        reads = self.size.reads_at_once or not is_known
         if is_capturing(self.size.device) or not reads:
             return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
         resolved = self.score.resolve(sized(self.size, self.offset))
@@ -134,7 +135,7 @@ class ScorePlan(Plan):
         """
         size = self.size
         lengths = size.batch, size.heads, size.q_len, size.kv_len
-        ends = [[0, n - 1] if size.device.type == "cpu" else [0] for n in lengths]
+        ends = [[0, n - 1] if size.runs_on_cpu else [0] for n in lengths]
         scores = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
         with naming(self.score), torch.no_grad():
             indices = (torch.tensor(e, device=size.device) for e in ends)

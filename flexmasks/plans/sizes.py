@@ -75,26 +75,22 @@ _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the blo
 MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the operations of a device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def block_size_for(size: Size) -> tuple[int, int]:
     """Return the block size that suits the kernels of a call's device."""
-    if size.device.type == "cpu":
+    if size.runs_on_cpu:
         for length, n in _CPU_BLOCK_SIZES:
             if max(size.q_len, size.kv_len) <= length:
                 return n, n
-    elif size.device.type == "cuda" and capability(size.device)[0] in (10, 11):
+    elif capability(size.device)[0] in (10, 11):
         return _FLASH_BLOCK_SIZE
     return BLOCK_SIZE
 
 
 @compat.constant_in_graphs
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU. For fake tensors on a machine without a GPU the result is (0, 0)."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    """Return the compute capability of a GPU, (0, 0) for other devices and for fake tensors where there is no GPU."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_here else (0, 0)
 
 
 def sized(size: Size, offset: Offset) -> Size:

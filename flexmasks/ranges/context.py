@@ -109,8 +109,7 @@ class Evaluation:
                 raise Refused(
                     f"a mask function uses a tensor on device {values.device}, but its indices are on {self.device}."
                 )
-            is_copied_to_cpu = values.device != self.compute_device and self.compute_device.type == "cpu"
-            if is_copied_to_cpu and values.numel() > _MAX_MOVED_ELEMENTS:
+            if values.device != self.compute_device and values.numel() > _MAX_MOVED_ELEMENTS:
                 raise TooLarge(f"a tensor of {values.numel()} elements")
             self.computed += values.numel()
             # Keeping the tensor with its bounds prevents that another tensor gets its id.

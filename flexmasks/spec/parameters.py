@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks import compat, context
 from flexmasks.spec.code import TakenInGraph
 
 _SIZES = re.compile(r"\b[A-Z]+\b")  # torch traces no compilation of a pattern
@@ -80,6 +80,15 @@ class Size:
     def positions(self) -> int:
         """Number of positions that queries and keys reach: q + q_offset and kv are below it."""
         return max(self.positions_of_q, self.kv_len)
+
+    @property
+    def reads_at_once(self) -> bool:
+        return context.reads_at_once(self.device)
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether the kernels are those for a CPU."""
+        return self.device.type == "cpu"
 
     def named(self) -> dict[str, int]:
         """The sizes by the names that specifications use."""

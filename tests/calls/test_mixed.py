@@ -37,8 +37,7 @@ MaskMod = Callable[..., Tensor]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where calls run; "as on a GPU", batches are cut into pieces without a value read, and calls are renewed."""
     if request.param == "cpu, as on a GPU":
-        monkeypatch.setattr(pages, "_CUT_ON", ())
-        monkeypatch.setattr(pages, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "reads_at_once", lambda device: False)
         monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)

@@ -472,13 +472,13 @@ def _check_odd_table(cache: tuple[Tensor, Tensor, int, int, int, int], inner: st
     want = attend(q.double(), *by_position, (seen & (at_kv < lens[:, None, None]))[:, None])[0]
     pool = flexmasks.paged(mask, table, lens, page_size)
     arguments: dict[str, Any] = {"mask": mask, "q_offset": start}
-    for is_right, gathers_on, more in (
-        (is_there, ("cpu",), {}),
-        (is_there, ("cpu",), {"backend": "reference"}),
-        (is_there and is_last, (), {"backend": "reference"}),  # as on a GPU
+    for is_right, reads_on, more in (
+        (is_there, (), {}),
+        (is_there, (), {"backend": "reference"}),
+        (is_there and is_last, ("cpu",), {"backend": "reference"}),  # as on a GPU
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "_GATHERS_ON", gathers_on)
+            patch.setattr(pages, "_READS_PAGES_ON", reads_on)
             if is_right:
                 out = flexmasks.paged_attention(q, k, v, table, lens, **arguments, **more)
                 assert error(out, want) < TOLERANCE[torch.float32]
@@ -717,7 +717,7 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
     lens, q = torch.full((batch,), columns * page_size), torch.randn(batch, 2, 128, 32)
     with torch.no_grad():
         out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
-        monkeypatch.setattr(pages, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
         pool = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
     assert torch.allclose(out, pool, atol=1e-5)
     assert 3 * computed[0] < computed[1]
@@ -897,8 +897,7 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
-    monkeypatch.setattr(pages, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
+    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))  # copies have anything in blocks that quick kernels read
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 
@@ -998,7 +997,7 @@ def test_a_page_twice_where_pages_are_not_copied(monkeypatch: pytest.MonkeyPatch
     out = flexmasks.paged_attention(Q, K, K, table, LENS)
     keys = K[table[1]].flatten(0, 1)[:17].transpose(0, 1).repeat_interleave(2, 0)
     assert torch.allclose(out[1], F.scaled_dot_product_attention(Q[1], keys, keys), atol=1e-5)
-    monkeypatch.setattr(pages, "_GATHERS_ON", ())
+    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
     words = (
         "paged_attention: `page_table` has a page twice in batch element 1, page 2, of which only the last keys count, "
         "but a query sees an earlier one, key 0 of 17"

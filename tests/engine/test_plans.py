@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import Mask, get_mask, road
+from flexmasks import Mask, context, get_mask, road
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
-from flexmasks.plans import lengths, mask_plan, sizes
+from flexmasks.plans import mask_plan, sizes
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import added_of
 from flexmasks.request import Request
@@ -221,7 +221,7 @@ def test_factors_of_alibi_inside_others() -> None:
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan block masks on a CPU as where the host would wait for values."""
-    monkeypatch.setattr(lengths, "_READ_AT_ONCE", ())
+    monkeypatch.setattr(context, "reads_at_once", lambda device: False)
     monkeypatch.setattr(mask_plan.MaskPlan, "_check_values", lambda self: None)
 
 

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmasks
-from flexmasks.kernels import sinks
+from flexmasks.kernels import direct, sinks
 from flexmasks.kernels.sinks import with_sinks
 
 triton = pytest.importorskip("triton")
@@ -56,7 +56,7 @@ KERNELS_ON = "cpu" if INTERPRETED else "cuda"
 def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Let the interpreter run the kernels on a CPU, and fail if the kernels fail."""
     if INTERPRETED:
-        monkeypatch.setattr(sinks, "on_gpu", lambda device: True)
+        monkeypatch.setattr(direct, "on_gpu", lambda device: True)
     failures: list[str] = []
     monkeypatch.setattr(sinks, "_failures", failures)
     yield failures

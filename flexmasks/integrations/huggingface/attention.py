@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, attention, dense_mask, get_mask, get_score, packed, trees
-from flexmasks.extend import Kept, is_compiling, source_of
+from flexmasks.extend import Kept, source_of
 from flexmasks.integrations.huggingface.late import GivenMask, LateMask, ShardedMask, check_type, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
@@ -237,7 +237,7 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         elif _leaves_documents_together(layer, mask):
             _warn_of_documents(layer.name)
         is_as_planned = own is mask.mask and layer.cu_seq_lens is None and layer.position_bias is None
-        if is_as_planned and key.shape[2] == kv_length and not is_compiling():
+        if is_as_planned and key.shape[2] == kv_length and may_keep(key.device):
             return mask.plan, None, None
         return own, mask.q_offset, None
     if isinstance(mask, BlockMask):

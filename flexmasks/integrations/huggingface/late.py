@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, Plan, dense_mask, get_mask
-from flexmasks.extend import is_compiling, over_indices, plan_of_step
+from flexmasks.extend import is_capturing, is_compiling, over_indices, plan_of_step
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail, fail_sharded
 
@@ -319,7 +319,7 @@ def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> 
 
 def may_keep(device: torch.device) -> bool:
     """Whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
-    return not is_compiling() and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return not (is_compiling() or is_capturing(device))
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
