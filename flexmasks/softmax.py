@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
+from flexmasks.context import is_traced_or_transformed
 from flexmasks.kernels.softmax_operator import has_transforms, hidden_places, softmax
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
 from flexmasks.plans.checks import ARRAYS, check_hidden, check_scores, check_visible
@@ -114,23 +115,28 @@ def _softmax(
     """Call the operator, whose arguments these are, or the formula where the operator has no derivatives."""
     if not (has_transforms() or compat.in_onnx_export()):
         return softmax_operator(x, bounds, bits, mask, visible, torch.sym_float(scale))
-    if not compat.is_compiling() and compat.statically_known_true(x.numel() > _LARGE):
+    if compat.statically_known_true(x.numel() > _LARGE):
         _warn_of_formula()
     columns = torch.arange(x.shape[-1], device=x.device)
     return softmax(x, hidden_places(columns, None if mask is not None else bounds, bits, mask, visible), scale)
 
 
-@functools.cache
+@compat.constant_in_graphs
 def _warn_of_formula() -> None:
-    _log.warning(
+    _warn_once(
         "flexmasks: under transforms of torch.func, in forward mode and in exports to ONNX a softmax is computed by "
         "operations of torch, which take several times the memory of the scores."
     )
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
 def _watched(out: Tensor, mask: Any, params: Any = None, q_offset: Any = None) -> Tensor:
     """Return the output of a call with a mask, which activation checkpointing may make again."""
-    if mask is None or compat.is_compiling() or compat.transforms_active():
+    if mask is None or is_traced_or_transformed():
         return out
 
     def check_of_tensors() -> Callable[[], None]:

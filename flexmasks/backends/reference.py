@@ -34,10 +34,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
 from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
-from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
+from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.backends.waiting import Uncompiled, uncompiled
 from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.context import is_traced_or_transformed
 from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import has_memory
 from flexmasks.spec.structure import flatten

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import Kernel, Unavailable
 from flexmasks.backends.reference import attend
-from flexmasks.backends.slices import is_traced_or_transformed
+from flexmasks.context import is_traced_or_transformed
 from flexmasks.kernels.direct import has_memory
 from flexmasks.plans.whole import Added, Summand
 

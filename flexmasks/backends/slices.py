@@ -21,6 +21,7 @@ from flexmasks.backends.call import exports_any_length
 from flexmasks.backends.plain import attend, precise_dtype, scores_of
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
+from flexmasks.context import is_traced_or_transformed
 from flexmasks.kernels.operators import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
@@ -56,6 +57,7 @@ class _Shared(NamedTuple):
     visible: Visible | None  # None: all keys are reached, and the mask's function is asked for each
     functions: OverIndices
     scale: float | None
+    may_read: bool  # values of tensors, on the host
     all_finite: bool  # q, k and v have neither NaN nor infinity
     check: Callable[[], None] | None  # raises an error if a tensor that the functions read was changed
 
@@ -82,24 +84,25 @@ def attend_by_slices(
     """Return output and lse as `reference.attend` does, by operations that torch differentiates.
 
     visible: may be None while torch traces, if the mask's function is among `functions`.
-    functions: `score_mod` and the mask's function over indices, if torch cannot trace how vmap makes them.
+    functions: `score_mod` and the mask's function over indices, if torch.compile traces the call, which cannot always
+        trace how vmap makes them.
     check: called before these functions run, also when the backward pass computes scores again.
     """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
-    traced = is_traced_or_transformed()
-    all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
+    may_read, is_in_graph = not is_traced_or_transformed(), functions is not None
+    all_finite = may_read and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     if functions is None:
         of_scores = None if score_mod is None else functools.partial(over_visible, score_mod)
         functions = OverIndices(over_indices(cast(Visible, visible).mask_mod), of_scores)
-    shared = _Shared(visible, functions, scale, all_finite, check)
+    shared = _Shared(visible, functions, scale, may_read, all_finite, check)
     outs, lses = [], []
-    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(cast(Visible, visible), q, k, traced)
+    parts = _traced_slices(q, k) if is_in_graph else _slices(cast(Visible, visible), q, k, may_read)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
         # One slice alone needs no more memory if it is kept.
-        if torch.is_grad_enabled() and (not traced or (compat.is_compiling() and len(parts) > 1)):
+        if torch.is_grad_enabled() and (may_read or (is_in_graph and len(parts) > 1)):
             out, lse = checkpoint(
                 functools.partial(_attend_slice, part=part, shared=shared),
                 *inputs,
@@ -113,15 +116,7 @@ def attend_by_slices(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def is_traced_or_transformed() -> bool:
-    """Return whether torch.compile traces or torch.func transforms this code, or derivatives are taken forward.
-
-    No tensor's value can be read then, or operations on parts of buffers would lose its derivative.
-    """
-    return compat.is_compiling() or compat.transforms_active() or compat.in_forward_derivative()
-
-
-def _slices(visible: Visible, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
+def _slices(visible: Visible, q: Tensor, k: Tensor, may_read: bool) -> list[_Slice]:
     """Return the slices of a call: rows of blocks, or parts of a row.
 
     A row is cut if it has more than `_MAX_SCORES` scores.
@@ -134,7 +129,9 @@ def _slices(visible: Visible, q: Tensor, k: Tensor, traced: bool) -> list[_Slice
     slices = []
     for first in range(0, used.shape[0], step):
         last = min(first + step, used.shape[0])
-        reached = [0, used.shape[1] - 1] if traced else used[first:last].any(0).nonzero()[:, 0].tolist() or [0]
+        reached = [0, used.shape[1] - 1]
+        if may_read:
+            reached = used[first:last].any(0).nonzero()[:, 0].tolist() or [0]
         kv_start, kv_stop = reached[0] * columns, min((reached[-1] + 1) * columns, kv_len)
         max_queries = max(1, min(rows * step, _MAX_SCORES // (batch * heads * (kv_stop - kv_start))))
         stop = min(last * rows, q_len)
@@ -207,7 +204,7 @@ def _visible(
     partial, full = (
         x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.visible.partial, shared.visible.full)
     )
-    if not is_traced_or_transformed() and not partial.any() and full[..., kv_positions // columns].all():
+    if shared.may_read and not partial.any() and full[..., kv_positions // columns].all():
         return None
     b, h = (positions(n, q_positions.device) for n in partial.shape[:2])
     by_function = shared.functions.mask(b, h, q_positions, kv_positions)

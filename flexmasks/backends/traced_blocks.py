@@ -113,7 +113,8 @@ def bits_of_function(
     reads_b, reads_h = reads_batch_and_heads(mask)
     batch, heads = size.batch if reads_b else 1, size.heads if reads_h else 1
     with torch.no_grad():
-        words = words_of_pairs(materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device), block_size)
+        visible = materialize(mask_mod, batch, heads, size.q_len, size.kv_len, size.device)
+        words = words_of_pairs(visible, block_size, is_traced=True)
         lists = lists_of_blocks(*visible_in_words(words))
         table = torch.arange(math.prod(words.shape[:4]), dtype=torch.int32, device=size.device).view(words.shape[:4])
     made = words.flatten(0, 3), table, *lists
@@ -276,7 +277,7 @@ def _blocks_of(
 ) -> tuple[Tensor, ...]:
     mask, size = cast(Mask, decode("mask", encoded)), size_of(q, k)
     with torch.no_grad(), naming(mask):
-        layout = plan_bounds(SizedMask(mask, q_offset, size, False, block_size)).layout
+        layout = plan_bounds(SizedMask(mask, q_offset, size, False, block_size), is_traced=True).layout
     if q.is_cuda:
         return layout.indices
     # torch's CPU kernel fails if two lists share their memory.

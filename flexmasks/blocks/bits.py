@@ -44,8 +44,7 @@ def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> T
     height, width = rows.block_size, columns.block_size
     words = torch.empty((len(blocks), height, width // BITS), dtype=torch.int32, device=blocks.device)
     q_offsets, kv_offsets = torch.arange(height, device=blocks.device), torch.arange(width, device=blocks.device)
-    on_cpu = elements.device.type == "cpu"
-    most = limits.WHOLE_ELEMENTS_AT_ONCE_ON_CPU if on_cpu else limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
+    most = limits.whole_elements_at_once(elements.device)
     at_once = min(elements.blocks_at_once(height * width), max(1, most // (height * width)))
     parts = list(zip(blocks.split(at_once), words.split(at_once), strict=True))
 
@@ -67,16 +66,16 @@ def packed(visible: Tensor) -> Tensor:
     return ((eight * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
 
 
-def words_of_pairs(visible: Tensor, block_size: tuple[int, int]) -> Tensor:
+def words_of_pairs(visible: Tensor, block_size: tuple[int, int], is_traced: bool = False) -> Tensor:
     """Booleans [B, H, Q, KV] as words of blocks, [B, H, rows, columns, queries, keys / 32].
 
-    Pairs past the edge are hidden. Compilers can see through the operations.
+    Pairs past the edge are hidden. is_traced: whether torch.compile traces the operations.
     """
     (q_len, kv_len), (height, width) = visible.shape[2:], block_size
     rows, columns = grid((q_len, kv_len), block_size)
     padded = F.pad(visible, (0, columns * width - kv_len, 0, rows * height - q_len))
     blocks = padded.unflatten(3, (columns, width)).unflatten(2, (rows, height)).transpose(3, 4)
-    if compat.is_compiling():  # Inductor of torch 2.11 views no booleans as numbers
+    if is_traced:  # Inductor of torch 2.11 views no booleans as numbers
         shifts = torch.arange(BITS, device=visible.device)
         words: Tensor = (blocks.unflatten(-1, (-1, BITS)).long() << shifts).sum(-1).to(torch.int32)
         return words

@@ -126,14 +126,17 @@ def bounds(
     kv_len: int,
     device: torch.device,
     block_size: tuple[int, int] = (128, 128),
+    is_traced: bool = False,
 ) -> Layout:
     """Find the blocks that are certainly full or possibly visible, from ranges alone, by operations of fixed shapes.
 
     A block that ranges cannot decide counts as partial: kernels evaluate the mask there, so attention is exact all the
     same. The host reads no value of a tensor, so the operations can be traced, compiled, and captured in a CUDA graph.
+
+    is_traced: whether torch.compile traces this; no memory is asked for then.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
-    if not compat.is_compiling():
+    if not is_traced:
         limits.check_blocks(1, (q_len, kv_len), block_size, device)
     decided = decide(mask_mod, batch, heads, rows, columns, device, reads_values=False)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)

@@ -49,7 +49,7 @@ class _IndexingByNumbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operations += 1
-        if compat.is_compiling() and func in _ARITHMETIC:
+        if func in _ARITHMETIC:
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
                 args = tuple([float(x) if type(x) is int else x for x in args])
         elif func in _CLAMPS:

@@ -47,12 +47,16 @@ def unread(size: Size, offset: Offset) -> Size:
     return Size(*sizes, may_read=False, at_most=at_most, starts=starts)
 
 
-def plan_bounds(kind: SizedMask) -> Resolved:
-    """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises."""
+def plan_bounds(kind: SizedMask, is_traced: bool = False) -> Resolved:
+    """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises.
+
+    is_traced: whether torch.compile traces this.
+    """
     size = unread(kind.size, kind.offset)
     arguments = kind.mask.resolve(size, kind.lifted)
     mask_mod = _with_implied_band(kind.mask, size, shifted_mask(kind.mask.bind(arguments), kind.offset))
-    layout = bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, kind.block_size)
+    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, kind.block_size
+    layout = bounds(mask_mod, *sizes, is_traced)
     return Resolved(arguments, layout)
 
 

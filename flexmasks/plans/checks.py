@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.lists import are_narrow, grid
-from flexmasks.spec.parameters import Size, describe, in_message, is_dense, is_of_vmap, not_dense
+from flexmasks.spec.parameters import Size, can_be_read, describe, in_message, is_dense, is_of_vmap, not_dense
 from flexmasks.spec.values import Modifier
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
@@ -338,7 +338,7 @@ def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...]
         advice = "make it again, it has no data" if mask.is_meta else f"use mask.to({str(x.device)!r})"
         raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; {advice}.")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    fits = _broadcasts if compat.is_compiling() else lambda m, n: m in (1, n)
+    fits: Callable[[int, int], bool] = (lambda m, n: m in (1, n)) if can_be_read(x) else _broadcasts
     if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
         hint = "; a mask [batch, queries, keys] is mask[:, None]" if mask.ndim == x.ndim - 1 == 3 else ""
         raise ValueError(

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks import compat
-
 _FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and four of them
 
 
@@ -110,9 +108,7 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     place = before[owner] * n + token - offsets[owner]
     places = torch.where(token < offsets[-1], place, len(piece) * n)
     firsts, lasts = given.q_offset.int(), given.lasts
-    if compat.is_compiling():
-        rows, firsts, lasts = Rows(*map(_with_layout, rows)), _with_layout(firsts), _with_layout(lasts)
-    return Mixed([rows], places, firsts, lasts)
+    return Mixed([Rows(*map(_with_layout, rows))], places, _with_layout(firsts), _with_layout(lasts))
 
 
 def _with_layout(x: Tensor) -> Tensor:

@@ -2,13 +2,13 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import Size, is_compiling, register_score
+from flexmasks.spec import Size, register_score
 
 
 def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:
     # On FLASH a division at every pair takes twice as long as a multiplication. The reciprocal of a learned tensor
     # would belong to the autograd graph of a single call, and FLASH takes no learned tensors.
-    if size is None or temperatures.requires_grad or is_compiling():
+    if size is None or temperatures.requires_grad:
         return {"by": temperatures, "divides": True}
     return {"by": 1 / temperatures.to(size.dtype), "divides": False}
 

@@ -5,7 +5,6 @@ Mask and score files import what they need from here.
 
 from flexmasks.compat import constant_in_graphs as constant_in_graphs
 from flexmasks.compat import constants as constants
-from flexmasks.compat import is_compiling as is_compiling
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.bands import Band as Band

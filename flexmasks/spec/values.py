@@ -304,8 +304,7 @@ class Modifier(Readable):
                 if names != [n]:
                     resolved[n] = Given(names[0])
             elif value is not given:
-                may_be_view = isinstance(value, Tensor) and not compat.is_compiling()
-                resolved[n] = in_one_piece(value) if may_be_view else value
+                resolved[n] = in_one_piece(value) if isinstance(value, Tensor) else value
         return resolved | {n: Absent for n in self.params if n not in arguments}
 
     def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:

@@ -258,7 +258,7 @@ def test_the_formula_warns_once_if_it_is_large(
 ) -> None:
     x, v, _, call, _ = problem()
     softmax = sys.modules["flexmasks.softmax"]
-    softmax._warn_of_formula.cache_clear()  # type: ignore[attr-defined]
+    softmax._warn_once.cache_clear()  # type: ignore[attr-defined]
     jvp(call, (x,), (v,))
     assert not caplog.records
     monkeypatch.setattr(softmax, "_LARGE", x.numel() - 1)

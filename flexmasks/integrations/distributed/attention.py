@@ -194,7 +194,7 @@ def attention(
     if advice and compared.are_forgotten:
         _fail(advice)
     lengths = compared.lengths or [q_part.shape[2]] * mesh.size()
-    parts = following(lengths) if order is None else constants(order.parts)
+    parts = following(lengths) if order is None else constants(order.parts) if is_traced else order.parts
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
         out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options, compared.may_want_others)
     if like is not None:
@@ -346,7 +346,7 @@ def _run(
     lengths = [size_of(part) for part in rows[row]]
     own: Parts = parts[rank_in(mesh)]
     if way == "heads":
-        q, k, v = heads_for_sequence((q, k, v), last, lengths)
+        q, k, v = heads_for_sequence((q, k, v), last, lengths, call.is_traced)
         place = place._replace(first_head=place.first_head + last.get_local_rank() * q.shape[1])
         own = sum(rows[row], ())
     elif way == "gather":
@@ -365,8 +365,8 @@ def _run(
     results = joined(results, [q, k, v, call.mask, call.score, call.sinks])
     out, *lse = [rearranged(x, own) for x in results]
     if way == "heads":
-        out = sequence_for_heads(out, last, lengths)
-        lse = [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
+        out = sequence_for_heads(out, last, lengths, call.is_traced)
+        lse = [sequence_for_heads(x[..., None], last, lengths, call.is_traced)[..., 0] for x in lse]
     return out, lse[0] if lse else None
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexmasks.extend import all_to_all_single, copy, group_timeout, is_compiling
+from flexmasks.extend import all_to_all_single, copy, group_timeout
 from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common, size_of
 
 
@@ -130,7 +130,9 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
+def heads_for_sequence(
+    tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int], is_traced: bool
+) -> list[Tensor]:
     """Some heads of all parts in place of all heads of a part: [B, H / ranks, S, D] each. In memory the sequence comes
     first, and for each position the heads of all tensors lie side by side.
     """
@@ -139,11 +141,11 @@ def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Seq
     here = _Layout(rows[0].shape[:-2], tuple(x.shape[-2:] for x in rows))
     there = here._replace(lead=torch.Size([sum(lengths), batch]))
     what, strides = "heads for parts of the sequence", [None] * len(rows)
-    come = _exchanged(_Travel(what, here, there, lengths, [size] * count, mesh.get_group(), strides), rows)
+    come = _exchanged(_Travel(what, here, there, lengths, [size] * count, mesh.get_group(), strides), rows, is_traced)
     return [x.permute(1, 2, 0, 3) for x in come]
 
 
-def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
+def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], is_traced: bool) -> Tensor:
     """All heads of a part in place of some heads of all parts: [B, H, S of the part, D]. In memory the sequence comes
     before the heads.
     """
@@ -155,7 +157,7 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
     of_gradients = d, heads * length * d, length * d, 1  # those of [B, H, S, D], which kernels take without a copy
     what, group = "parts of the sequence for heads", mesh.get_group()
     travel = _Travel(what, here, there, [own_length] * count, lengths, group, [strides], of_gradients)
-    (come,) = _exchanged(travel, [rows])
+    (come,) = _exchanged(travel, [rows], is_traced)
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -266,8 +268,8 @@ def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
     return x.stride() if torch.empty_like(x, device="meta").stride() == x.stride() else None
 
 
-def _exchanged(travel: _Travel, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if is_compiling():
+def _exchanged(travel: _Travel, tensors: Sequence[Tensor], is_traced: bool) -> tuple[Tensor, ...]:
+    if is_traced:
         return travel.run(tensors, is_traced=True)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
 
