@@ -1,10 +1,11 @@
-"""The house: the direction of imports, the place of private names of torch, and the planted faults."""
+"""The house: the direction of imports, questions around a call, private names of torch, and the planted faults."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_no_circle_of_files() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+# How many lines may ask; what a function's caller knows, the caller says.
+MOST_LINES_THAT_ASK = {r"is_compiling\(\)": 25, r"is_cuda|device\.type": 60}
+
+
+@pytest.mark.parametrize("question", MOST_LINES_THAT_ASK)
+def test_facts_around_a_call_are_asked_once(question: str) -> None:
+    asking = [line for file in FILES.values() for line in file.read_text().splitlines() if re.search(question, line)]
+    assert len(asking) <= MOST_LINES_THAT_ASK[question], "\n".join(asking)
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
