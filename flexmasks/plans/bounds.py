@@ -47,15 +47,15 @@ def unread(size: Size, offset: Offset) -> Size:
     return Size(*sizes, may_read=False, at_most=at_most, starts=starts)
 
 
-def plan_bounds(kind: SizedMask, is_traced: bool = False) -> Resolved:
+def plan_bounds(given: SizedMask, is_traced: bool = False) -> Resolved:
     """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises.
 
     is_traced: whether torch.compile traces this.
     """
-    size = unread(kind.size, kind.offset)
-    arguments = kind.mask.resolve(size, kind.lifted)
-    mask_mod = _with_implied_band(kind.mask, size, shifted_mask(kind.mask.bind(arguments), kind.offset))
-    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, kind.block_size
+    size = unread(given.size, given.offset)
+    arguments = given.mask.resolve(size, given.lifted)
+    mask_mod = _with_implied_band(given.mask, size, shifted_mask(given.mask.bind(arguments), given.offset))
+    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, given.block_size
     layout = bounds(mask_mod, *sizes, is_traced)
     return Resolved(arguments, layout)
 
@@ -83,17 +83,17 @@ def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
 
 
 class RecordedPlan:
-    """`plan_bounds` for all masks of one kind, recorded.
+    """`plan_bounds`, recorded, for all masks that differ in the values of tensors only.
 
-    inputs: the tensors of the kind's mask and offset. Neither they nor the mask are kept.
+    inputs: the tensors of the mask and its offset. Neither they nor the mask are kept.
 
     Raises an error of any type where the plan cannot be recorded, for example where a function reads a tensor's value.
     """
 
-    def __init__(self, kind: SizedMask, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, given: SizedMask, inputs: Sequence[Tensor]) -> None:
         def plan(*tensors: Tensor) -> list[Tensor]:
-            mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
-            arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
+            mask, offset = replaced((given.mask, given.offset), zip(inputs, tensors, strict=True))
+            arguments, layout = plan_bounds(given._replace(mask=mask, offset=offset))
             structure, made = taken_apart(arguments)
             if structure is None:
                 raise Opaque("`prepare` returns tensors inside objects")

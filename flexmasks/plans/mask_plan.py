@@ -228,7 +228,7 @@ class MaskPlan(Plan):
         return SizedMask(mask, offset, size, self.lifted, self.block_size)
 
     def _build_first_of_kind(self) -> tuple[_PreparedMask, Program]:
-        """Plan exactly, and return the kind, which says whether bounds can replace the exact blocks of later masks."""
+        """Plan exactly, and return a program, which says whether bounds can replace the exact blocks of later masks."""
         exact = self._build_exactly()
         try:
             arguments, layout = plan_bounds(self._sized_mask)

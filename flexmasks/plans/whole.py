@@ -63,25 +63,25 @@ class Added(NamedTuple):
         return self.numbers if self.weight is None else self.weight * self.numbers
 
 
-def whole_of(kind: SizedMask) -> Whole:
-    visible = _visible_of(kind)
+def whole_of(given: SizedMask) -> Whole:
+    visible = _visible_of(given)
     return Whole(visible, *visible_tiles(visible))
 
 
-def spanned_of(kind: SizedMask) -> Spanned:
-    visible = _visible_of(kind, one_row=True)
-    return Spanned(in_wide_rows(visible), *spans_of(visible, kind.size.q_len))
+def spanned_of(given: SizedMask) -> Spanned:
+    visible = _visible_of(given, one_row=True)
+    return Spanned(in_wide_rows(visible), *spans_of(visible, given.size.q_len))
 
 
-def _visible_of(kind: SizedMask, one_row: bool = False) -> Tensor:
+def _visible_of(given: SizedMask, one_row: bool = False) -> Tensor:
     """The pairs that are visible, by operations of fixed shapes; the host reads values only if the sizes say so.
 
     one_row: a mask that does not depend on the query has one row, for all of them.
 
     Raises what the mask's own function raises.
     """
-    size = kind.size
-    mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
+    size = given.size
+    mask_mod = shifted_mask(given.mask.bind(given.mask.resolve(size, given.lifted)), given.offset)
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
     visible = boolean(over_indices(mask_mod)(*indices), 4)
