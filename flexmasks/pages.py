@@ -54,7 +54,7 @@ from flexmasks.road import (
 )
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.bands import band_of
-from flexmasks.spec.layouts import check_pages
+from flexmasks.spec.inside import check_pages
 from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask

@@ -199,9 +199,9 @@ FAULTS: list[Fault] = [
         "return self._number(value, place, True)",
         ("tests/engine/test_structure.py::test_the_kind_and_the_sign_of_a_number_belong_to_the_code",),
     ),
-    Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
+    Fault("spec/inside.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
     Fault(
-        "spec/layouts.py",
+        "spec/inside.py",
         "if max(q_len, kv_len) > max_length:",
         "if q_len > max_length:",
         ("tests/masks/test_layouts.py::test_tables_inside_sequences_may_have_any_length_up_to_the_bound",),

@@ -1,4 +1,4 @@
-"""Layouts: the `prepare` and `inner_size` hooks of masks and scores inside sequences and pages."""
+"""Masks and scores inside sequences laid end to end, and inside pages: their `prepare` and `inner_size` hooks."""
 
 from __future__ import annotations
 
