@@ -38,7 +38,10 @@ class Unavailable(Exception):
 
 
 class Unfit(Exception):
-    """Error of a backend that cannot run a call, which only the values of its tensors tell, or torch."""
+    """Error of a kernel that cannot run a call, which only the values of its tensors tell, or torch.
+
+    `Kernel.forms` raises it where forms are made of values, `Kernel.ready` where torch is asked about q, k and v.
+    """
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
@@ -135,11 +138,14 @@ class Kernel:
     A kernel holds no tensor. `forms` makes what it reads of a mask and a score change.
     """
 
-    key: Hashable = None  # of what was compiled, for `proven`
+    key: Hashable = None  # of what was compiled; where there is one, the first call is differentiated
     why_data: str = ""  # why the kernel reads the mask as data, or ""
 
     def forms(self, plans: Plans) -> tuple[Any, ...]:
-        """Return what the kernel reads of mask, score change and pages."""
+        """Return what the kernel reads of mask, score change and pages. Raises Unfit.
+
+        It runs again for new tensors of later calls, while `ready` and `first` run for the first one only.
+        """
         return ()
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
@@ -169,7 +175,7 @@ class Kernel:
         return blocks
 
     def ready(self, inputs: Inputs) -> Ready:
-        """Return the kernel with its forms. Raises Unfit."""
+        """Return the kernel with the forms of a first call. Raises Unfit."""
         return Ready(self, self.forms(inputs.plans))
 
     def first(self, call: Call, inputs: Inputs) -> Result:
@@ -213,9 +219,8 @@ class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    sinks: (
-        Tensor | None
-    )  # logits of attention sinks. A kernel that knows none gives the lse, into which they are folded
+    # Logits of attention sinks. A kernel that knows none gives the lse, into which they are folded.
+    sinks: Tensor | None
     plans: Plans
 
 
@@ -322,7 +327,7 @@ class Call:
 
     @property
     def holds_aliases(self) -> bool:
-        """Whether the functions hold aliases instead of the user's tensors, so that a replay may be cached."""
+        """Whether the functions hold aliases instead of the user's tensors, so that what is made ready may be kept."""
         return all(part.holds_aliases for part in self.parts)
 
     @property
