@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import Call, Inputs, Kind, Operand, Plans, Ready, Refused, Result
+from flexmasks.backends.call import Call, Inputs, Kind, Operand, Plans, Ready, RefusedByAll, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, is_not_here, made_ready
@@ -235,7 +235,7 @@ def _run_ready(ready: Ready, q: Tensor, k: Tensor, v: Tensor, request: Request) 
             return ready.kernel(q, k, v, None, *ready.forms)
         return with_sinks_of(ready(q, k, v, request.sink_logits), request)
     except Exception as error:  # kernels raise errors of any type
-        if isinstance(error, Refused) or passing_error(error) is not None:
+        if isinstance(error, RefusedByAll) or passing_error(error) is not None:
             raise
         return None
 

@@ -98,8 +98,8 @@ def with_gradients_once(name: str, out: Tensor, kernel: str, *, by_compiler: boo
     return out
 
 
-class Refused(RuntimeError):
-    """Error of a call that the next backend is not to run."""
+class RefusedByAll(RuntimeError):
+    """Error of a call that no other backend is to run either."""
 
 
 class PageTable(NamedTuple):

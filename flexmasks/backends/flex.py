@@ -21,7 +21,7 @@ from flexmasks.backends.call import (
     Kernel,
     Operand,
     Plans,
-    Refused,
+    RefusedByAll,
     Result,
     Unavailable,
     exports_any_length,
@@ -193,7 +193,7 @@ class FlexKernel(Kernel):
         elif q is k or k is v or v is q:  # torch compiles anew for one tensor twice, and torch 2.11 fails
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled
-            raise Refused(
+            raise RefusedByAll(
                 "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode of this kind, such as a "
                 'FlopCounterMode; pass backend="reference" there.'
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
-from flexmasks.backends.call import Call, Inputs, Kernel, Ready, Refused, Result, Unavailable, Unfit, first_line
+from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, Unfit, first_line
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
 from flexmasks.plans.score_plan import ScorePlan
@@ -261,7 +261,7 @@ def run(call: Call, inputs: Inputs, name: str, otherwise: Callable[[], Result] |
         except Unfit:
             continue
         except Exception as error:  # kernels raise errors of any type
-            if isinstance(error, Refused) or passing_error(error) is not None:
+            if isinstance(error, RefusedByAll) or passing_error(error) is not None:
                 raise
             failures[backend.name] = error
             continue
