@@ -117,7 +117,7 @@ class _Part(NamedTuple):
     keys: slice
 
 
-class _Forms(NamedTuple):
+class _Form(NamedTuple):
     """The whole mask of a few queries, and what a score change adds."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
@@ -142,7 +142,7 @@ class CpuKernel(Kernel):
     scale: float | None
     with_lse: bool
 
-    def forms(self, plans: Plans) -> tuple[_Forms]:
+    def forms(self, plans: Plans) -> tuple[_Form]:
         visible = plans.mask.whole.visible
         added, score_mod = torch.zeros((), device=visible.device), None
         if self.is_bias:
@@ -152,7 +152,7 @@ class CpuKernel(Kernel):
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
         return (
-            _Forms(
+            _Form(
                 visible=visible,
                 sees=None if bool(sees.all()) else sees,
                 added=grouped(added, self.groups),
@@ -163,7 +163,7 @@ class CpuKernel(Kernel):
         )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Form
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v, (mask,) = q.detach(), k.detach(), v.detach(), forms
         results = self._results(q, k, v, mask)
@@ -173,7 +173,7 @@ class CpuKernel(Kernel):
             lse = torch.where(mask.sees, lse, -math.inf)
         return out, lse if self.with_lse else None
 
-    def _results(self, q: Tensor, k: Tensor, v: Tensor, mask: _Forms) -> list[tuple[Tensor, Tensor]]:
+    def _results(self, q: Tensor, k: Tensor, v: Tensor, mask: _Form) -> list[tuple[Tensor, Tensor]]:
         """Return output and lse of each part. Each of a few threads takes the next part that is left."""
         parts = mask.parts
         keys = sum(part.keys.stop - part.keys.start for part in parts)
@@ -193,7 +193,7 @@ class CpuKernel(Kernel):
             workers.all([compute] * workers.count)
         return [results[n] for n in range(len(parts))]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: _Forms, part: _Part) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: _Form, part: _Part) -> tuple[Tensor, Tensor]:
         """Return output and lse of a part, right where a query sees a key."""
         (batch, heads, q_len, size), kv_heads = q.shape, k.shape[1]
         if not k.shape[2]:
@@ -208,7 +208,7 @@ class CpuKernel(Kernel):
         return self._attend_in_steps(q, rows, k, v, mask, part)
 
     def _attend_in_steps(
-        self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: _Forms, part: _Part
+        self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: _Form, part: _Part
     ) -> tuple[Tensor, Tensor]:
         """Attend by operations of torch, in float32; hidden scores are replaced, whatever they are."""
 

@@ -82,7 +82,7 @@ def _is_cut(length: int, size: int) -> bool:
     return size > _TILE and compat.has_static_value(length) and length % size > 0
 
 
-class FlexForms(NamedTuple):
+class FlexForm(NamedTuple):
     """The blocks of a mask with the function of partial ones, and a score change, as a compiled kernel takes them.
 
     shapes: of words and table of a mask that goes as data.
@@ -127,7 +127,7 @@ class FlexKernel(Kernel):
     def key(self) -> Hashable:  # type: ignore[override]
         return self._of_mask, self._key, bool(self.why_data)
 
-    def forms(self, plans: Plans) -> tuple[FlexForms]:
+    def forms(self, plans: Plans) -> tuple[FlexForm]:
         score_mod, of_score = self._score(plans.score)
         if self.why_data:
             data = forms.data_of(plans.mask, self.why_data)
@@ -136,9 +136,9 @@ class FlexKernel(Kernel):
             block_mask, shapes = plans.mask.block_mask, None
         if self._lengths == "padded":
             block_mask = padded.for_whole_blocks(block_mask)
-        return (FlexForms(block_mask, score_mod, of_score, shapes),)
+        return (FlexForm(block_mask, score_mod, of_score, shapes),)
 
-    def runner(self, form: FlexForms) -> Runner:
+    def runner(self, form: FlexForm) -> Runner:
         """Return what runs the kernel for lists of these shapes."""
         batch, heads = form.block_mask.kv_num_blocks.shape[:2]
         which = form.of_score, batch, heads, form.shapes
@@ -175,11 +175,11 @@ class FlexKernel(Kernel):
                 _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
         raise AssertionError("the last attempt returns or raises")
 
-    def compiles(self, forms: tuple[FlexForms, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+    def compiles(self, forms: tuple[FlexForm, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
         return self.runner(*forms).compiles(q, k, v)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: FlexForms
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: FlexForm
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and lse or None.
 

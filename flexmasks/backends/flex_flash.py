@@ -123,7 +123,7 @@ class _Fitted(flex.FlexKernel):
         super().__init__(call, backend, why_data)
         self._block_size = call.mask.block_size
 
-    def forms(self, plans: Plans) -> tuple[flex.FlexForms]:
+    def forms(self, plans: Plans) -> tuple[flex.FlexForm]:
         return super().forms(self._fitted(plans))
 
     def blocks(self, plans: Plans) -> Blocks:

@@ -89,7 +89,7 @@ def refuses_on_cpu(call: Call) -> str | None:
     return None
 
 
-class _Forms(NamedTuple):
+class _Form(NamedTuple):
     """The whole mask, and what is added to scores."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
@@ -116,13 +116,13 @@ class CpuKernel(ShortKernel):
     groups: int  # query heads of a key head
     uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
-    def compiles(self, forms: tuple[_Forms, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+    def compiles(self, forms: tuple[_Form, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
         return super().compiles(forms, q, k, v) if self.uncompiled is None else self.uncompiled.says
 
-    def instead_of_blocks(self, forms: tuple[_Forms, ...]) -> str:
+    def instead_of_blocks(self, forms: tuple[_Form, ...]) -> str:
         return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
 
-    def forms(self, plans: Plans) -> tuple[_Forms]:
+    def forms(self, plans: Plans) -> tuple[_Form]:
         if isinstance(plans.mask, GivenPlan):
             visible = visible_in(plans.mask.block_mask, *self.sizes)
         else:
@@ -133,7 +133,7 @@ class CpuKernel(ShortKernel):
         is_hidden = bool(hidden_rows.any())
         added = torch.where(visible, numbers, -math.inf)
         return (
-            _Forms(
+            _Form(
                 visible=visible,
                 bias=bias,
                 added=grouped(added, self.groups),
@@ -142,7 +142,7 @@ class CpuKernel(ShortKernel):
             ),
         )
 
-    def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, mask: _Form, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and lse, see `ShortKernel.forward`.
 
         Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
@@ -164,7 +164,7 @@ class CpuKernel(ShortKernel):
         return out if self.groups == 1 else out.reshape(q.shape), lse
 
     def backward(
-        self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        self, mask: _Form, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
         d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Return the gradients of q, k and v, None if one is not finite."""

@@ -17,7 +17,7 @@ from flexmasks.kernels.direct import has_memory
 from flexmasks.plans.whole import Added, Summand
 
 
-class ShortForms(Protocol):
+class ShortForm(Protocol):
     """The whole mask, and what a score change adds."""
 
     @property
@@ -71,7 +71,7 @@ class ShortKernel(Kernel):
         """Return the gradients of q, k, v and what is added. The result is None if the reference is to compute them."""
         raise NotImplementedError
 
-    def by_reference(self, mask: ShortForms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
+    def by_reference(self, mask: ShortForm, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse as the reference does, which reads nothing hidden."""
         bias = added[0] if added else None if mask.bias is None else mask.bias.product()
         share = q.shape[0] // bias.shape[0] if bias is not None else 1
@@ -92,9 +92,7 @@ class _Attend(compat.SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, kernel: ShortKernel, mask: ShortForms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor
-    ) -> Any:
+    def forward(ctx: Any, kernel: ShortKernel, mask: ShortForm, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Any:
         out, lse = kernel.forward(mask, q, k, v, *added)
         ctx.kernel, ctx.mask, ctx.inputs = kernel, mask, 3 + len(added)
         ctx.set_materialize_grads(False)

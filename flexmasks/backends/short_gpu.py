@@ -67,7 +67,7 @@ def kernel(call: Call) -> Kernel:
     )
 
 
-class _Forms(NamedTuple):
+class _Form(NamedTuple):
     """The whole mask, and what is added to scores."""
 
     mask: WholeMask  # with the bias
@@ -95,30 +95,30 @@ class GpuKernel(ShortKernel):
     launches: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
     key = "short"
 
-    def forms(self, plans: Plans) -> tuple[_Forms]:
+    def forms(self, plans: Plans) -> tuple[_Form]:
         summand = None if self.summand is None else plans.score.summand(self.summand)
         bias = None if plans.score is None or summand is not None else plans.score.added
         numbers, weight = (None, None) if bias is None else bias
         numbers = None if self.line else numbers
         visible, key_spans, query_spans = plans.mask.spanned
         mask = WholeMask(visible, key_spans, query_spans, weight, numbers, self.line, cast(float, self.scale))
-        return (_Forms(mask, bias, summand),)
+        return (_Form(mask, bias, summand),)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Forms
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Form
     ) -> tuple[Tensor, Tensor | None]:
         if not is_plain(q, k, v):
             raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
         return super().__call__(q, k, v, sinks, *forms)
 
-    def forward(self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, mask: _Form, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = with_rows_together(q, k, v)
         whole = _whole(mask, q, added)
         out, lse = self._launched(q, k, v, whole).forward(q, k, v, whole)
         return out, lse
 
     def backward(
-        self, mask: _Forms, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        self, mask: _Form, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
         d_lse: Tensor | None, *added: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         q, k, v, d_out = with_rows_together(q, k, v, d_out)
@@ -140,7 +140,7 @@ class GpuKernel(ShortKernel):
         return launched
 
 
-def _whole(mask: _Forms, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
+def _whole(mask: _Form, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
     """Return the mask with numbers that are made at each call in place of the bias."""
     return with_bias(mask.mask, added[0], q.shape[0]) if added else mask.mask
 
