@@ -175,14 +175,11 @@ class _Fa4(Kernel):
             return proven(call, ready, inputs)
 
 
-class OfSequences(NamedTuple):
-    """Sequences laid end to end.
-
-    by_head: those of [B, H, S, D] in memory order, head after head, or None where that is slower.
-    """
+class VarlenForm(NamedTuple):
+    """Where sequences start, as FlashAttention's varlen functions take it (cu_seqlens)."""
 
     sequences: Sequences
-    by_head: Sequences | None
+    by_head: Sequences | None  # the same of [B, H, S, D] in memory order, head after head; None where that is slower
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +200,7 @@ class Fa4Kernel(_Fa4):
 
     key = "fa4"
 
-    def forms(self, plans: Plans) -> tuple[OfSequences | None]:
+    def forms(self, plans: Plans) -> tuple[VarlenForm | None]:
         if not self.has_sequences:
             return (None,)
         sequences = plans.mask.window.sequences()
@@ -212,13 +209,13 @@ class Fa4Kernel(_Fa4):
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
             is_searched_fast = self.by_head[0] * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
             by_head = sequences.of_heads(*self.by_head) if is_searched_fast else None
-        return (OfSequences(sequences, by_head),)
+        return (VarlenForm(sequences, by_head),)
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
         return folds_sinks(q, k, v, sinks)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: OfSequences | None
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: VarlenForm | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
@@ -234,7 +231,7 @@ class Fa4Kernel(_Fa4):
         return out, lse if self.with_lse else None
 
     def _in_sequences(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: OfSequences
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
     ) -> tuple[Tensor, Tensor]:
         sequences = form.sequences
         if sequences.q is not sequences.kv:
@@ -246,7 +243,7 @@ class Fa4Kernel(_Fa4):
         return fa4_kernel.hide_padding(out, 2, count, 0.0), fa4_kernel.hide_padding(lse, 2, count, lse_of_nothing)
 
     def _over_all_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: OfSequences
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
     ) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
         batch, heads, q_len, _ = q.shape

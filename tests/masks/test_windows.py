@@ -20,7 +20,7 @@ import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import compat, road
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
-from flexmasks.backends.fa4 import Fa4Kernel, OfSequences
+from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
 from flexmasks.context import Context
 from flexmasks.kernels import tanh
 from flexmasks.plans.windows import Window, window_of
@@ -238,7 +238,7 @@ def test_fa4_hides_padding(
     sequences = _sequences(window)
     by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
     kernel, (own_q, own_k, own_v, *own_sinks) = Fa4Kernel(window, True, None, None, True), learned
-    out, lse = kernel(own_q, own_k, own_v, *(own_sinks or [None]), OfSequences(sequences, by_head))
+    out, lse = kernel(own_q, own_k, own_v, *(own_sinks or [None]), VarlenForm(sequences, by_head))
     assert lse is not None
     of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
     want, want_lse = _with_sinks(*of_mask, None if sinks is None else others[3])
@@ -502,7 +502,7 @@ def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: boo
         sequences = _sequences(window)
         # Without grouped heads, the same tokens are read head by head, as `Fa4Kernel.forms` does.
         by_head = sequences.of_heads(4, q_len) if sequences.q is sequences.kv and not grouped else None
-        kernel, form = Fa4Kernel(window, True, None, None, True), OfSequences(sequences, by_head)
+        kernel, form = Fa4Kernel(window, True, None, None, True), VarlenForm(sequences, by_head)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     out, lse = kernel(q, k, v, None, form)
