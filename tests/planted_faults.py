@@ -301,7 +301,7 @@ FAULTS: list[Fault] = [
     Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
     Fault("scores/relative_bias.py", "distance < -reach, -reach, distance", "distance < -reach, -reach + 1, distance"),
     # --- backends ---
-    Fault("backends/short_call.py", " or not all(map(has_memory, upstream))", ""),
+    Fault("backends/short_kernel.py", " or not all(map(has_memory, upstream))", ""),
     Fault(
         "backends/short.py",
         '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexmasks.backends import short_gpu
 from flexmasks.backends.added import backward_on_cpu, forward_on_cpu, grouped, is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans
-from flexmasks.backends.short_call import ShortKernel
+from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.traced import TracedScore

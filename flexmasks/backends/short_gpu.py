@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, Unavailable
-from flexmasks.backends.short_call import ShortKernel
+from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
 from flexmasks.plans.bounds import SizedMask

@@ -15,7 +15,7 @@ from torch import Tensor
 import flexmasks
 from flexmasks.backends.call import Kernel
 from flexmasks.backends.sdpa import SdpaKernel
-from flexmasks.backends.short_call import ShortKernel
+from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.masks import causal, document
 
 PACKAGE = Path(flexmasks.__file__).parent

@@ -1,4 +1,4 @@
-"""Calls with the whole mask as a tensor, and their gradients."""
+"""Base of kernels of short sequences, which get the whole mask as a tensor, with their gradients."""
 
 from __future__ import annotations
 
