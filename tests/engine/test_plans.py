@@ -116,6 +116,7 @@ def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tens
     return out.nan_to_num(0.0).cpu()
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("on_cpu_too", "kind"), one_in(8, list(product(TURNS, NEW))), indirect=["on_cpu_too"])
 @pytest.mark.usefixtures("on_cpu_too")

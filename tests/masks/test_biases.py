@@ -11,6 +11,7 @@ import torch
 from helpers import TOLERANCE, error, exact, in_campaigns, try_examples
 from hypothesis import strategies as st
 from oracles import attend
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
@@ -127,13 +128,13 @@ def test_inside_compile(name: str, mask: str, backend: str) -> None:
 def test_groups_of_any_number_and_length_inside_compile() -> None:
     torch._dynamo.reset()
 
-    def call(q: Tensor, bias: Tensor, group: int) -> Tensor:
-        return flexmasks.attention(q, q, q, score="pair_bias", bias=bias, group=group)
+    def call(q: Tensor, bias: Tensor, group: int, backend: str = "auto") -> Tensor:
+        return flexmasks.attention(q, q, q, score="pair_bias", bias=bias, group=group, backend=backend)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     for groups, group, length in ((2, 3, 10), (3, 4, 17), (1, 6, 12)):
         q, bias = torch.randn(groups * group, 2, length, 8), torch.randn(groups, 2, length, length, requires_grad=True)
-        out, want = compiled(q, bias, group), call(q, bias, group)
+        out, want = compiled(q, bias, group), call(q, bias, group, "reference")
         assert error(out, want) < TOLERANCE[torch.float32]
         (got,), (wanted,) = (torch.autograd.grad(x.square().sum(), bias) for x in (out, want))
         assert error(got, wanted) < TOLERANCE[torch.float32]
@@ -186,6 +187,7 @@ def test_the_sums_are_computed_once_a_call(backend: str, monkeypatch: pytest.Mon
         assert sums.count(gates.shape) == 1
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_gates_that_change_in_place_change_the_sums() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8)
     gates = -torch.rand(1, 2, 20)
@@ -283,6 +285,7 @@ def test_forgetting_in_documents_needs_no_packed() -> None:
     try_examples(20, check, st.lists(st.integers(1, 12), min_size=1, max_size=5))
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("name", ["pair_bias", "decomposed_bias"])
 def test_a_row_for_each_query_says_where_queries_are(name: str) -> None:
     """Pooled queries of an image, as in MViTv2, have no position among the keys."""

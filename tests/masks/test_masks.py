@@ -36,6 +36,7 @@ from helpers import (
 from hypothesis import strategies as st
 from oracles import MASK_CASES, MASKS, Case, attend, dense
 from oracles.case import int32, int64, runs
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
@@ -261,6 +262,7 @@ def of_a_table(table: Tensor) -> Mask:
     return flexmasks.get_mask("by_table")
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 def test_a_function_for_kernels_that_captured_a_tensor() -> None:
     """A mask that is registered again with another tensor is not computed with the former one."""
@@ -614,6 +616,7 @@ def test_blocks_of_slices_are_those_of_documents() -> None:
         assert torch.equal(got.block_mask.to_dense(), want.block_mask.to_dense())
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 def test_slices_of_one_kernel_with_other_numbers_of_runs() -> None:
     q, k, v = torch.randn(3, 1, 2, 64, 16)

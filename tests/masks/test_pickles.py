@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import pytest
 import torch
 from oracles import attend
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.data import DataLoader, IterableDataset
@@ -207,6 +208,7 @@ def test_block_masks_travel_to_another_device() -> None:
         check_block_mask(by_file(block_mask, map_location="cpu"), block_mask.to("cpu"))
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 def test_a_loaded_block_mask_compiles() -> None:
     q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 8)
