@@ -21,7 +21,6 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
 from flexmasks.plans.alignment import of_word
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
@@ -36,7 +35,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
-from flexmasks.plans.sizes import offset_of_last, offsets_of
+from flexmasks.plans.sizes import offset_of_last, offsets_of, unread
 from flexmasks.request import Request
 from flexmasks.road import (
     Known,

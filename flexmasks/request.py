@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.table import BACKENDS
 from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
-from flexmasks.plans.traced import size_of
+from flexmasks.plans.sizes import size_of
 from flexmasks.spec.parameters import Size, in_message
 
 _BACKENDS_OF_TORCH = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")

@@ -31,13 +31,12 @@ from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
 from flexmasks.plans.alignment import aligned
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import ATTENTION, any_nested, check_sinks, fail
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Launch, without_plan
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.sizes import block_size_for, unread
 from flexmasks.request import Request, checked
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask

@@ -377,23 +377,20 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "backends/tiles_operator.py",
-        "score_mod, visible, call.scale)",
+        "score_mod, visible, scale)",
         "score_mod, visible, None)",
         _COMPILED,
     ),
-    Fault("inside_compile.py", "score_mod = shifted_score(bound, _held(q_offset, name))", "score_mod = bound", _PLACED),
+    Fault("inside_compile.py", "_bound(score, size, q_offset,", "_bound(score, size, 0,", _PLACED),
     Fault(
         "inside_compile.py",
         "score.bind(score.resolve(size)), q_offset)",
         "score.bind(score.resolve(size)), 0)",
         ("tests/calls/test_export.py::test_programs_for_onnx_hold_plain_operations",),
     ),
-    Fault("inside_compile.py", "_scored(encoded_score, q_offset, like_q", "_scored(encoded_score, 0, like_q", _PLACED),
-    Fault("inside_compile.py", "Described(visible, score, q_offset,", "Described(visible, score, 0,", _PLACED),
+    Fault("inside_compile.py", "_scored(of_score, q_offset, like_q", "_scored(of_score, 0, like_q", _PLACED),
     Fault("inside_compile.py", "any(isinstance(x, Tensor) and x.req", "any(isinstance(x, Tensor) or x.req", _PLACED),
-    Fault(
-        "inside_compile.py", "TracedScore(score, score_size, q_offset,", "TracedScore(score, score_size, 0,", _PLACED
-    ),
+    Fault("backends/encoded.py", "self.q_offset), self.q_offset)", "self.q_offset), 0)", _PLACED),
     Fault("backends/table.py", '"" if _FAILURES.get(kind) is None else reason', "reason"),
     Fault(
         "spec/numbers.py",
@@ -691,9 +688,9 @@ FAULTS: list[Fault] = [
         "if cell[dim] > self.block_size[dim] and length",
     ),
     Fault(
-        "plans/traced.py",
-        "return self if self.block_size in (None, block_size) else None",
-        "return self",
+        "plans/mask_plan.py",
+        "        if self.is_given:\n            return None\n",
+        "        if self.is_given:\n            return self\n",
         ("tests/calls/test_inside_compile.py::test_given_blocks_have_the_backends_that_take_them", *_COMPILED),
     ),
     Fault("spec/code.py", "or not chain:", "or False:", ("tests/masks/test_objects.py", "tests/engine/test_cache.py")),

@@ -20,7 +20,6 @@ from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import offset_of_last
-from flexmasks.plans.traced import TracedMask, TracedScore
 from flexmasks.spec.bands import Band
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.structure import Opaque
@@ -112,8 +111,8 @@ class PageTable(NamedTuple):
 class Plans(NamedTuple):
     """A call's mask and score change, planned, and its pages: what the forms that a kernel reads are made of."""
 
-    mask: Any  # MaskPlan, GivenPlan or TracedMask
-    score: Any = None  # ScorePlan or TracedScore
+    mask: Any  # MaskPlan or GivenPlan
+    score: Any = None  # ScorePlan
     pages: PageTable | None = None
 
 
@@ -272,8 +271,8 @@ class Call:
     q: Operand
     k: Operand  # with pages, of the keys of a sequence by themselves
     v: Operand
-    mask: MaskPlan | GivenPlan | TracedMask
-    score: ScorePlan | TracedScore | None
+    mask: MaskPlan | GivenPlan
+    score: ScorePlan | None
     q_offset: int | None  # None if a tensor says where queries start
     scale: float | None
     with_lse: bool

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +17,7 @@ from flexmasks.backends import forms, padded
 from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
+    BlocksAndScore,
     Call,
     Inputs,
     Kernel,
@@ -29,9 +31,12 @@ from flexmasks.backends.call import (
     raise_passing_error,
     with_gradients_once,
 )
-from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner
+from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, flex_by, widened
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.blocks.lists import lists_of
+from flexmasks.kernels.operators import separate
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.spec.structure import flatten
 
 _log = logging.getLogger("flexmasks")
@@ -99,8 +104,8 @@ class FlexForm(NamedTuple):
         return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
 
-def kernel(call: Call) -> FlexKernel:
-    return FlexKernel(call, None, forms.why_data(call))
+def kernel(call: Call) -> Kernel:
+    return kernel_in_graph(call) if call.is_traced else FlexKernel(call, None, forms.why_data(call))
 
 
 class FlexKernel(Kernel):
@@ -218,12 +223,8 @@ class FlexKernel(Kernel):
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
     given = {**(call.kernel_options or {}), **(more_options or {})}
-    chosen = options(call.q, call.k, call.v, backend, given, _block_size(call))
+    chosen = options(call.q, call.k, call.v, backend, given, call.mask.block_size)
     return {**chosen, _ENDS_AT_TILES: True} if _lengths(call, chosen) else chosen
-
-
-def _block_size(call: Call) -> tuple[int, int]:
-    return cast(tuple[int, int], call.mask.block_size)
 
 
 def _lengths(call: Call, chosen: dict[str, Any]) -> str:
@@ -238,7 +239,7 @@ def _lengths(call: Call, chosen: dict[str, Any]) -> str:
     if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
         return ""
     lengths = call.q.shape[2], call.k.shape[2]
-    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, _block_size(call), strict=True)):
+    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, call.mask.block_size, strict=True)):
         return "whole"
     queries, elements = _LEAST_PADDED
     is_long = lengths[0] >= queries and call.q.numel() >= max(elements, call.k.numel())
@@ -315,8 +316,6 @@ def _refuses_here(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
-    if call.is_traced and call.mask.opaque and not call.mask.is_given:
-        return "its kernel reads no tensors that the compiled function computes, and which the mask reads is not known"
     if call.is_traced and _reads_symbolic_sizes(call):
         return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
     return None
@@ -339,6 +338,43 @@ def adds_in_any_order(call: Call) -> str | None:
 
 
 # --- in graphs of torch.compile ---
+
+
+def kernel_in_graph(call: Call, backend: str | None = None, block_size: tuple[int, int] | None = None) -> Kernel:
+    plan = cast(MaskPlan, call.mask)
+    block_size = plan.block_size if plan.is_given else block_size or block_size_for(plan.size)
+    return KernelInGraph(backend, call.scale, call.with_lse, call.needs_grad, call.kernel_options, block_size)
+
+
+@dataclass(frozen=True)
+class KernelInGraph(Kernel):
+    """torch's flex_attention, which torch.compile compiles with the user's graph."""
+
+    backend: str | None
+    scale: float | None
+    with_lse: bool
+    needs_grad: bool
+    kernel_options: dict[str, Any] | None
+    block_size: tuple[int, int]
+    attend: Callable[..., Any] | None = None  # torch's flex_attention, or one like it
+
+    def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
+        return (BlocksAndScore.of(plans._replace(mask=plans.mask.resized(self.block_size))),)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: BlocksAndScore
+    ) -> tuple[Tensor, Tensor | None]:
+        (block_mask, score_mod), scale = forms[0], self.scale
+        if not self.needs_grad:
+            q, k, v = q.detach(), k.detach(), v.detach()
+        on_cpu = q.device.type == "cpu"
+        if on_cpu:  # torch's CPU kernel fails for views of tensors with other dimensions
+            q, k, scale = widened(q, k, scale)
+            q, k, v = separate(q), separate(k), separate(v)
+        chosen = options(q, k, v, self.backend, self.kernel_options, self.block_size)
+        attend = self.attend or attend_in_graph
+        out, lse = flex_by(attend, q, k, v, score_mod, block_mask, scale, chosen, self.with_lse)
+        return separate(out) if on_cpu else out, lse
 
 
 _LN_2 = math.log(2.0)
@@ -398,4 +434,14 @@ def _with_inputs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor]
         result: Tensor = structure.fill(tensors, has_own_globals=True)(*arguments)
         return result
 
-    return with_inputs, tuple(leaves.tensors)
+    return with_inputs, tuple(map(held_by_kernels, leaves.tensors))
+
+
+def held_by_kernels(x: Tensor) -> Tensor:
+    """Return a tensor that torch's kernels can capture.
+
+    torch's CPU kernel fails if it captures a tensor that the same graph computes, other than by a custom operator. Its
+    kernels for GPUs take a constant tensor in which the graph has set elements (`x = torch.zeros(n); x[i] = 1`) for the
+    constant, without the elements: seen with torch 2.11. They read a view as it is.
+    """
+    return separate(x.detach()) if x.device.type == "cpu" else x.unsqueeze(0).select(0, 0)

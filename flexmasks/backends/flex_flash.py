@@ -111,6 +111,8 @@ def adds_in_any_order(call: Call) -> str | None:
 
 
 def kernel(call: Call) -> Kernel:
+    if call.is_traced:
+        return flex.kernel_in_graph(call, _FLASH, _wanted(call))
     fa4_package.interface()  # what torch's kernel would import
     call = _fitted(call)
     return _Fitted(call, _FLASH, forms.why_data(call, for_flash=True))

@@ -7,7 +7,7 @@ without tensors on a CPU, where kernels that read data are as fast: nothing is c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.context import is_capturing
 from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, next_power_of_2
-from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.mask_plan import MaskPlan
 
 _HOW_NOT = {
     WHOLE: "index each tensor once, by one index for each dimension",
@@ -99,8 +99,8 @@ def why_not_flash(call: Call) -> str | None:
     return next(iter(of_score), None) or next((r for r in of_mask if r in OF_FLASH_ALONE), None)
 
 
-def why_bits_in_trace(mask: Any, q: Tensor, k: Tensor) -> str:
-    """Return what `why_bits` does of a TracedMask, whose bits are computed at each run of a graph."""
+def why_bits_in_trace(mask: MaskPlan, q: Tensor, k: Tensor) -> str:
+    """Return what `why_bits` does of a plan in a graph, whose bits are computed at each run of a graph."""
     if mask.is_by_library or mask.opaque:
         return ""
     lengths, reason = (*q.shape[:3], k.shape[2]), ""
@@ -155,7 +155,7 @@ def compiled_score(call: Call, for_flash: bool) -> Callable[[Any], tuple[Callabl
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
     """
-    key, own = call.kernel_key[1], cast(ScorePlan | None, call.score)
+    key, own = call.kernel_key[1], call.score
     if own is None:
         return lambda score: (None, key)
     numbers = call.numbers_of(own)

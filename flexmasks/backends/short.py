@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans
 from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
 from flexmasks.plans.mask_plan import GivenPlan
-from flexmasks.plans.traced import TracedScore
 from flexmasks.plans.whole import Added, Summand, visible_in
 
 _ON_GPU = ("cuda",)
@@ -35,7 +34,7 @@ def refuses(call: Call) -> str | None:
         return f"it does not run on {device}"
     if call.is_traced and not (call.learns and device in _ON_GPU):
         return "inside torch.compile it is for scores that learn, on a GPU"
-    if call.is_traced and (call.mask.opaque or cast(TracedScore, call.score).opaque):
+    if call.is_traced and (any(part.opaque for part in call.parts)):
         return "inside torch.compile it takes masks and scores that are known outside of it"
     if call.mask.is_given and device in _ON_GPU:
         return "on a GPU it takes a mask, not blocks"

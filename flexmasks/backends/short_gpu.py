@@ -24,11 +24,7 @@ from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, Unavailabl
 from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
-from flexmasks.plans.bounds import SizedMask
-from flexmasks.plans.score_plan import ScorePlan, is_bias
-from flexmasks.plans.traced import TracedMask, TracedScore
-from flexmasks.plans.whole import Added, Summand, added_of, as_rows, spanned_of
-from flexmasks.spec.values import Mask, Score
+from flexmasks.plans.whole import Added, Summand
 
 _MAX_LENGTH = 4096  # of queries, and of keys
 _MAX_SIZE = 128  # of a head
@@ -56,7 +52,7 @@ def refuses(call: Call) -> str | None:
 
 
 def kernel(call: Call) -> Kernel:
-    score = cast(ScorePlan | None, call.score)
+    score = call.score
     is_summand = score is not None and (call.learns or score.is_bias)
     return GpuKernel(
         scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
@@ -64,6 +60,7 @@ def kernel(call: Call) -> Kernel:
         needs_grad=call.needs_grad,
         summand=None if score is None or not is_summand else score.summand()._replace(tensors=()),
         line=None if score is None or is_summand else score.line(),
+        is_traced=call.is_traced,
     )
 
 
@@ -93,6 +90,7 @@ class GpuKernel(ShortKernel):
     line: Line | None  # that the bias is, whatever tensors hold
     summand: Summand | None  # what makes the numbers at each call, without its tensors
     launches: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
+    is_traced: bool = False  # torch.compile traces the call, whose score learns
     key = "short"
 
     def forms(self, plans: Plans) -> tuple[_Form]:
@@ -107,6 +105,12 @@ class GpuKernel(ShortKernel):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: _Form
     ) -> tuple[Tensor, Tensor | None]:
+        if self.is_traced:
+            mask, _, summand = forms[0]
+            added = cast(Summand, summand).numbers(mask.visible)
+            q, k, v = with_rows_together(q, k, v)
+            out, lse = torch.ops.flexmasks.short(q, k, v, *mask[:3], added, self.scale)
+            return out, lse if self.with_lse else None
         if not is_plain(q, k, v):
             raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
         return super().__call__(q, k, v, sinks, *forms)
@@ -143,17 +147,3 @@ class GpuKernel(ShortKernel):
 def _whole(mask: _Form, q: Tensor, added: Sequence[Tensor]) -> WholeMask:
     """Return the mask with numbers that are made at each call in place of the bias."""
     return with_bias(mask.mask, added[0], q.shape[0]) if added else mask.mask
-
-
-def attend_traced(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a call that torch.compile traces, whose score learns."""
-    q, k, v = with_rows_together(q, k, v)
-    mask, score = cast(TracedMask, call.mask), cast(TracedScore, call.score)
-    of_mask, of_score = cast(Mask, mask.value), cast(Score, score.value)
-    with torch.no_grad():
-        visible, *spans = spanned_of(SizedMask(of_mask, mask.offset, mask.size, False, (1, 1)))
-    has_one_bias = is_bias(of_score, score.size)
-    shown = None if of_score.definition.by_library else visible
-    added = as_rows([of_score.params["bias"]]) if has_one_bias else added_of(of_score, score.offset, score.size, shown)
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    return torch.ops.flexmasks.short(q, k, v, visible, *spans, added, scale)  # type: ignore[no-any-return]

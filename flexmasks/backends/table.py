@@ -129,8 +129,9 @@ def _fastest_first(call: Call) -> list[Backend]:
         pays_for_partial = (call.needs_grad or size <= _SIZE_OF_DEAR_PARTIAL) and (
             flex_flash.block_size(size, call.q.device) is None
         )
+        rows = call.q.shape[0] * call.q.shape[1]
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_bits(call))
-        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial())):
+        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial(rows))):
             slow.append("flex_flash")
     return _in_order(slow)
 

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.bits import BITS, visible_in_words, words_of_pairs
 from flexmasks.blocks.elements import boolean, over_indices
-from flexmasks.blocks.lists import made_of
 from flexmasks.graphs import Flat, text_of, value_of_text
-from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
-from flexmasks.plans.data import reading_bits
-from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score
-from flexmasks.plans.traced import size_of
-from flexmasks.spec.encoding import decode
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.workers import Workers
 
 _Result = TypeVar("_Result")
@@ -35,54 +30,9 @@ _Result = TypeVar("_Result")
 _LISTS: dict[str, Any] = {"tensors": Tensor, "numbers": torch.SymInt, "floats": float | torch.SymFloat}
 
 
-class Described(NamedTuple):
-    """A call encoded, without q, k and v and the blocks.
-
-    visible: ("mask", encoded, q_offset, sizes), with the batch size and the number of heads that the mask sees, or ()
-        for those of the call; or ("bits", words, table), see `flexmasks.plans.data`.
-    score: the score encoded, or None.
-    q_offset: where the queries start, for the score.
-    """
-
-    visible: tuple[Any, ...]
-    score: Any
-    q_offset: int | Tensor
-    block_size: tuple[int, int]
-    scale: float | None
-
-    def mask_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
-        """Return the mask's function for queries and keys, which it reads no values of."""
-        kind, *parts = self.visible
-        if kind == "bits":
-            words, table = parts
-            return reading_bits(words, table, self.block_size)
-        encoded, q_offset, sizes = parts
-        mask = decode("mask", encoded)
-        return shifted_mask(mask.bind(mask.resolve(_size(q, k, q_offset, sizes))), q_offset)
-
-    def planned(self, q: Tensor, k: Tensor) -> Visible:
-        """Return what queries see, with blocks of the size that suits the lengths."""
-        _, encoded, q_offset, sizes = self.visible
-        size = _size(q, k, q_offset, sizes)
-        block_size = block_size_for(size)
-        kind = SizedMask(cast(Mask, decode("mask", encoded)), q_offset, size, False, block_size)
-        indices = plan_bounds(kind).layout.indices
-        return Visible.of(made_of((size.q_len, size.kv_len), indices, block_size, self.mask_mod(q, k)))
-
-    def score_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
-        """Return the score's function for queries and keys, or None."""
-        if self.score is None:
-            return None
-        score = decode("score", self.score)
-        return shifted_score(score.bind(score.resolve(_size(q, k, self.q_offset))), self.q_offset)
-
-
-def _size(q: Tensor, k: Tensor, q_offset: int | Tensor, sizes: tuple[int, ...] = ()) -> Size:
-    """Return the sizes of a call, in which no value is read."""
-    return unread(size_of(q, k, sizes), q_offset)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Described) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], encoded: Encoded, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a call, by one node of a graph.
 
     They are those of `reference.attend`.
@@ -91,32 +41,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: De
         operator plans them.
     """
     partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    return torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(call))  # type: ignore[no-any-return]
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, scale))  # type: ignore[no-any-return]
 
 
-def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], call: Described) -> tuple[Tensor, ...]:
+def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], encoded: Encoded) -> tuple[Tensor, ...]:
     """Return what `bits` does, by one node of a graph, which no compiler sees through."""
-    return torch.ops.flexmasks.bits(q, k, *_taken_apart(call), shape)  # type: ignore[no-any-return]
+    return torch.ops.flexmasks.bits(q, k, *_taken_apart(encoded, None), shape)  # type: ignore[no-any-return]
 
 
-def _taken_apart(call: Described) -> tuple[Any, ...]:
+def _taken_apart(encoded: Encoded, scale: float | None) -> tuple[Any, ...]:
     leaves: list[Any] = []
-    text = text_of(tuple(call), leaves)
+    text = text_of((*encoded, scale), leaves)
     places = tuple(next((kind for kind, of_kind in _LISTS.items() if isinstance(x, of_kind)), x) for x in leaves)
     lists = ([x for x in leaves if isinstance(x, of_kind)] for of_kind in _LISTS.values())
     return *lists, repr((places, text))
 
 
-def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> Described:
-    """Return the call of the operator's last arguments; its text says in which list each leaf is, or has the leaf."""
+def _encoded(
+    tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str
+) -> tuple[Encoded, float | None]:
+    """Return mask and score, and the scale, of the operator's last arguments; the text says in which list each leaf is,
+    or has the leaf.
+    """
     places, text = value_of_text(whole)
     lists = dict(zip(_LISTS, map(iter, (tensors, numbers, floats)), strict=True))
-    return Described(*Flat(text, tuple([next(lists[x]) if isinstance(x, str) else x for x in places])).values())
+    *encoded, scale = Flat(text, tuple([next(lists[x]) if isinstance(x, str) else x for x in places])).values()
+    return Encoded(*encoded), scale
 
 
-def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
-    visible = Visible(call.mask_mod(q, k), partial, full, call.block_size) if partial.numel() else call.planned(q, k)
-    return Tiles(q, k, score_mod, visible, call.scale)
+def _tiles(
+    q: Tensor, k: Tensor, partial: Tensor, full: Tensor, plan: MaskPlan, score_mod: Any, scale: float | None
+) -> Tiles:
+    if partial.numel():
+        visible = Visible(plan.bound(), partial, full, plan.block_size)
+    else:
+        visible = Visible.of(cast(MaskPlan, plan.resized(block_size_for(plan.size))).block_mask)
+    return Tiles(q, k, score_mod, visible, scale)
 
 
 def _in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
@@ -134,8 +94,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leav
     """Compute the operator; `leaves` are its last arguments."""
 
     def compute() -> tuple[Tensor, Tensor]:
-        call = _described(*leaves)
-        return _tiles(q, k, partial, full, call, call.score_mod(q, k)).forward(q, k, v)
+        encoded, scale = _encoded(*leaves)
+        mask, score, _ = encoded.plans(q, k)
+        return _tiles(q, k, partial, full, mask, score and score.mod(), scale).forward(q, k, v)
 
     return _in_another_thread(compute, q.device)
 
@@ -154,7 +115,7 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
     words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
 
     def compute() -> None:
-        visible = over_indices(_described(*leaves).mask_mod(q, k))
+        visible = over_indices(_encoded(*leaves)[0].plans(q, k).mask.bound())
         b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
         for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
             out.copy_(words_of_pairs(boolean(visible(b, h, part, kv), 4), (height, width))[:, :, 0])
@@ -177,12 +138,12 @@ def backward(
     roots = [given[place] for place in learned]
 
     def compute() -> tuple[list[Tensor], Sequence[Tensor | None]]:
-        call = _described(given, *others)
+        encoded, scale = _encoded(given, *others)
+        mask, score, _ = encoded.plans(q, k)
         with torch.enable_grad():
-            score_mod = call.score_mod(q, k)
-            score_mod = None if score_mod is None else with_views(score_mod)
+            score_mod = None if score is None else with_views(score.mod())
             inner = learned_by(score_mod, q.device) or []
-        tiles = _tiles(q, k, partial, full, call, score_mod)
+        tiles = _tiles(q, k, partial, full, mask, score_mod, scale)
         grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)
         # The score's function reads tensors that were made of the user's.
         found = torch.autograd.grad(inner, roots, grads, allow_unused=True) if inner else [None] * len(roots)

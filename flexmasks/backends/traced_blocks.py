@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import logging
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,24 +14,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
+from flexmasks.backends.encoded import UNKNOWN, Encoded, errors_logged
 from flexmasks.blocks.bits import can_be_bits, visible_in_words, words_of_pairs
 from flexmasks.blocks.build import lists_of_blocks, materialize
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import made_of
+from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.graphs import in_graph
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.alignment import are_equal, may_differ, of_word, reads_queries, unsaid
-from flexmasks.plans.bounds import SizedMask, plan_bounds, unread
 from flexmasks.plans.checks import ATTENTION, fail
 from flexmasks.plans.data import reading_bits
-from flexmasks.plans.naming import naming
+from flexmasks.plans.plan import over_zeros
 from flexmasks.plans.portable import OfMask, PortableBlockMask
-from flexmasks.plans.sizes import Offset, shifted_mask
-from flexmasks.plans.traced import UNKNOWN, size_of, without_traced
+from flexmasks.plans.sizes import Offset, shifted_mask, size_of, unread
 from flexmasks.spec.code import plain_function
 from flexmasks.spec.encoding import Unreadable, decode, encode
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import Mask, Modifier
 
 _log = logging.getLogger("flexmasks")
 
@@ -72,7 +70,7 @@ def traced_block_mask(
     tensors = [] if encoded == UNKNOWN else [x for x in encoded.leaves if isinstance(x, Tensor)]
     start = torch.empty((), device=(tensors[0].device if tensors else "cpu") if device is None else device)
     q, k = start.expand(batch or 1, heads or 1, q_len, 1), start.expand(batch or 1, heads or 1, kv_len, 1)
-    offset = aligned_traced(q, k, q_offset, encoded, None, UNKNOWN, False)
+    offset = aligned_traced(q, k, q_offset, encoded, None, False)
     size = unread(size_of(q, k), offset)
     if encoded == UNKNOWN:
         return of_bits((q_len, kv_len), bits_of_function(call, mask, size, offset, rows_and_columns), rows_and_columns)
@@ -223,70 +221,17 @@ def _indices_read(code: types.CodeType, bound: int) -> tuple[bool, bool]:
 
 @in_graph
 def planned_blocks(
-    encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
-) -> tuple[Tensor, ...]:
+    encoded: Any, q_offset: Offset, q: Tensor, k: Tensor, block_size: tuple[int, int]
+) -> tuple[Tensor | None, ...]:
     """Return the index tensors of a mask's blocks.
-
-    Calls of a graph that are alike share them: torch merges equal operations only in graphs of training, and only where
-    they read the same constants.
 
     encoded: the mask as `encode` returns it.
     """
     with errors_logged():
-        kept = compat.kept_with_graph(q)
-        values: list[Any] = []
-        sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
-        key = None if kept is None else _key_of((encoded, q_offset, q.device, *sizes), values)
-        if kept is None or key is None:
-            return _blocks_of(encoded, q_offset, q, k, block_size)
-        if key not in kept:
-            kept[key] = _blocks_of(encoded, q_offset, q, k, block_size), values
-        indices: tuple[Tensor, ...] = kept[key][0]
-        return indices
+        return lists_of(Encoded(encoded, q_offset).plans(q, k).mask.resized(block_size).block_mask)
 
 
-def _key_of(value: Any, values: list[Any]) -> Hashable | None:
-    """Return a key of what a traced call hands on, or None.
-
-    values: gets what must live as long as the key.
-    """
-    if isinstance(value, tuple | list):
-        keys = [_key_of(x, values) for x in value]
-        return None if None in keys else tuple(keys)
-    if isinstance(value, Tensor):
-        key, alive = compat.value_in_graph(value)
-        values.append(alive)
-        return key
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return "symbolic", str(value)
-    return (type(value), value) if isinstance(value, Hashable) else None
-
-
-@contextlib.contextmanager
-def errors_logged() -> Iterator[None]:
-    """Log errors, which torch would replace by its own."""
-    try:
-        yield
-    except Exception as error:
-        _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
-        raise
-
-
-def _blocks_of(
-    encoded: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
-) -> tuple[Tensor, ...]:
-    mask, size = cast(Mask, decode("mask", encoded)), size_of(q, k)
-    with torch.no_grad(), naming(mask):
-        layout = plan_bounds(SizedMask(mask, q_offset, size, False, block_size), is_traced=True).layout
-    if q.is_cuda:
-        return layout.indices
-    # torch's CPU kernel fails if two lists share their memory.
-    return tuple(separate(x) for x in layout.indices)
-
-
-def aligned_traced(
-    q: Tensor, k: Tensor, q_offset: Any, encoded: Any, score: Score | None, encoded_score: Any, given_blocks: bool
-) -> Offset:
+def aligned_traced(q: Tensor, k: Tensor, q_offset: Any, encoded: Any, encoded_score: Any, given_blocks: bool) -> Offset:
     """Return where queries start, see `plans.alignment`; a symbolic number becomes a tensor.
 
     given_blocks: the user gives the blocks, whose own offset is built in.
@@ -295,7 +240,7 @@ def aligned_traced(
     if isinstance(q_offset, str):
         q_offset = of_word(ATTENTION, q_offset, q_len, kv_len)
     if q_offset is None:
-        is_unknown = (encoded == UNKNOWN and not given_blocks) or (score is not None and encoded_score == UNKNOWN)
+        is_unknown = (encoded == UNKNOWN and not given_blocks) or encoded_score == UNKNOWN
         is_known = are_equal(q_len, kv_len) or not (is_unknown or _readers(encoded, encoded_score, q, k).shape[0])
         if not is_known and may_differ(q_len, kv_len):
             unsaid(ATTENTION, q_len, kv_len)
@@ -316,6 +261,6 @@ def in_graph_offset(q_offset: Offset, q: Tensor) -> Offset:
 @in_graph
 def _readers(encoded: Any, encoded_score: Any, q: Tensor, k: Tensor) -> Tensor:
     """Return a tensor as long as the number of functions that may read the query's position."""
-    values = [decode(kind, x) for kind, x in (("mask", encoded), ("score", encoded_score)) if x != UNKNOWN]
+    values = [decode(kind, x) for kind, x in (("mask", encoded), ("score", encoded_score)) if x not in (UNKNOWN, None)]
     with compat.without_modes():
-        return torch.empty(sum(reads_queries(*without_traced(v, size_of(q, k))) for v in values))
+        return torch.empty(sum(reads_queries(*over_zeros(v, size_of(q, k))) for v in values))

@@ -18,9 +18,8 @@ from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.context import reads_at_once
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.sizes import Offset
+from flexmasks.plans.sizes import Offset, unread
 from flexmasks.spec.definitions import AND, CHAIN, NOT, OR
 from flexmasks.spec.parameters import Size, can_be_read, is_dense
 from flexmasks.spec.structure import Opaque, flatten

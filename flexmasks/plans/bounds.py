@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmasks.blocks.build import Layout, bounds
 from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
-from flexmasks.plans.sizes import Offset, shifted_mask
+from flexmasks.plans.sizes import Offset, shifted_mask, unread
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of
@@ -34,29 +34,13 @@ class SizedMask(NamedTuple):
     block_size: tuple[int, int]
 
 
-def unread(size: Size, offset: Offset) -> Size:
-    """The size without reading the offset; queries start among the keys.
-
-    torch traces this function, and takes dataclasses.replace apart at each call.
-    """
-    if isinstance(offset, int):
-        reached, at_most, starts = offset, size.at_most, None
-    else:
-        reached, at_most, starts = size.kv_len, ("S",), offset
-    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, reached, size.dtype, size.approximate
-    return Size(*sizes, may_read=False, at_most=at_most, starts=starts)
-
-
-def plan_bounds(given: SizedMask, is_traced: bool = False) -> Resolved:
-    """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises.
-
-    is_traced: whether torch.compile traces this.
-    """
+def plan_bounds(given: SizedMask) -> Resolved:
+    """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises."""
     size = unread(given.size, given.offset)
     arguments = given.mask.resolve(size, given.lifted)
     mask_mod = _with_implied_band(given.mask, size, shifted_mask(given.mask.bind(arguments), given.offset))
     sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, given.block_size
-    layout = bounds(mask_mod, *sizes, is_traced)
+    layout = bounds(mask_mod, *sizes, is_traced=not given.size.may_read)
     return Resolved(arguments, layout)
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.plans.alignment import aligned
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_offset, fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.sizes import MAX_POSITIONS, shifted_mask, sized
+from flexmasks.plans.sizes import MAX_POSITIONS, shifted_mask, sized, unread
 from flexmasks.spec.parameters import Size, describe, device_named, freeze, is_dense, listed
 from flexmasks.spec.values import Mask, Modifier
 

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors, unread
+from flexmasks.kernels.operators import separate
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.plan import PROGRAMS, Plan, Prepared, Program, cannot_record, with_contiguous_tensors
+from flexmasks.plans.plan import PROGRAMS, Plan, Prepared, Program, cannot_record, over_zeros, with_contiguous_tensors
 from flexmasks.plans.recorded import memory_of_graph
-from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized
+from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unread
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
@@ -40,6 +41,11 @@ from flexmasks.spec.values import Mask
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _FIRST = "these are the first tensors of their shapes"
+# Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on, where no
+# values can be read. Marks of padding follow each other. Documents of more than 1,400 tokens are faster on flex_flash,
+# shorter ones on flex (H200); if nothing is known of their lengths but that they are between 128 and the row's, most
+# are longer in such rows. So are those that matter, since attention takes more of a step.
+_CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 _BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
@@ -69,10 +75,10 @@ class MaskPlan(Plan):
 
     `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
     `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build. Without `exact` the search
-    for blocks is bounded at great lengths, and blocks that it does not reach count as partial.
+    for blocks is bounded at great lengths, and blocks that it does not reach count as partial. `lists` are those of a
+    block mask that is given with its mask, in a graph of torch.compile.
     """
 
-    is_given = False
     # Of a template: the mask as intervals without tensors, and which input has the lengths.
     _intervals: tuple[Intervals, int | None] | None = None
     _lens: Tensor | None = None  # what the intervals have as lengths
@@ -89,8 +95,10 @@ class MaskPlan(Plan):
         aliases: Aliases | None = None,
         allows_bounds: bool = False,
         exact: bool = True,
+        lists: Sequence[Any] = (),
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
+        self._lists = lists
         self.open_extents, self.block_size, self._exact = open_extents, block_size, exact
         self._allows_bounds = allows_bounds and self._kind_key is not None
         self._start()
@@ -99,16 +107,22 @@ class MaskPlan(Plan):
     def mask(self) -> Mask:
         return cast(Mask, self.value)
 
+    @property
+    def is_given(self) -> bool:
+        return bool(self._lists)
+
     def _start(self) -> None:
         self._wants_bits = False  # until the mask is asked for as data
         self._too_large = ""  # why the mask cannot be data, once that is known
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
         self._resized: dict[tuple[int, int], MaskPlan] = {}
 
-    def resized(self, block_size: tuple[int, int]) -> MaskPlan:
-        """The plan of the same mask in blocks of another size, made once."""
+    def resized(self, block_size: tuple[int, int]) -> MaskPlan | None:
+        """The plan of the same mask in blocks of another size, made once; given blocks have no other."""
         if block_size == self.block_size:
             return self
+        if self.is_given:
+            return None
         if block_size not in self._resized:
             plan = self._resized[block_size] = copy.copy(self)
             plan.block_size = block_size
@@ -135,14 +149,15 @@ class MaskPlan(Plan):
     @functools.cached_property
     def window(self) -> Window | None:
         """The mask as a window that kernels know natively, or None."""
-        if self.opaque or not isinstance(self.offset, int):
+        if self.opaque or self.is_given or not isinstance(self.offset, int):
             return None
         return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
         """The mask as intervals of keys, or None. No value is read."""
-        intervals = None if self.opaque else intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        is_known = self.size.may_read and not self.opaque
+        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset) if is_known else None
         if intervals is None:
             return None
         self._lens = intervals.lens
@@ -169,12 +184,27 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
+        if not self.size.may_read:
+            return self._prepared_in_graph()
         program = self._program("blocks", self.block_size)
         if program is not None:
             return self._prepared_by(program)
         key = self.block_size, self.open_extents, self._allows_bounds
         suits = (lambda prepared: not prepared.layout.unknown) if self._exact else None
         return self._cached(_BLOCKS, self._build, *key, suits=suits)
+
+    @torch.no_grad()
+    def _prepared_in_graph(self) -> _PreparedMask:
+        with naming(self.mask):
+            if self._lists:
+                lengths, resolved = (self.size.q_len, self.size.kv_len), self.mask.resolve(self.size)
+                return _PreparedMask(resolved, None, Layout(*lengths, self.block_size, tuple(self._lists), None, ()))
+            prepared = self._build_by_bounds()
+        if not self.size.runs_on_cpu:
+            return prepared
+        # torch's CPU kernel fails if two lists share their memory.
+        layout = prepared.layout._replace(indices=tuple(map(separate, prepared.layout.indices)))
+        return replace(prepared, layout=layout)
 
     def _build(self) -> _PreparedMask:
         inputs, capturing = self.inputs, is_capturing(self.size.device)
@@ -217,7 +247,7 @@ class MaskPlan(Plan):
         return _PreparedMask(arguments, self._offset_tensor(), layout)
 
     def _check_values(self) -> None:
-        if self.size.reads_at_once:
+        if self.size.reads_at_once and self.size.may_read:
             self.mask.resolve(sized(self.size, self.offset), self.lifted)
 
     @property
@@ -290,8 +320,9 @@ class MaskPlan(Plan):
 
         They do on a CPU, unless many pairs make it too long to find the bits; masks without tensors are planned once.
         """
-        is_long = self.size.q_len * self.size.kv_len > limits.PAIRS_WITHOUT_LIMIT
-        return not (self.opaque or self.inputs or is_long) and self.size.runs_on_cpu
+        if self.opaque or self.inputs or not (self.size.runs_on_cpu and self.size.may_read):
+            return False
+        return self.size.q_len * self.size.kv_len <= limits.PAIRS_WITHOUT_LIMIT
 
     @functools.cached_property
     def whole(self) -> Whole:
@@ -358,13 +389,18 @@ class MaskPlan(Plan):
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
             return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
-        return self._prepared.computed_fraction
+        return self._prepared.computed_fraction if self.size.may_read else _UNKNOWN_FRACTION
 
-    def is_mostly_partial(self) -> bool:
+    def is_mostly_partial(self, rows: int) -> bool:
         """Whether kernels may read tensors in many partial blocks, at least half as many as full ones.
 
         The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
+        In a graph the answer follows from names and shapes.
+
+        rows: batch elements x heads of the call.
         """
+        if not (self.opaque or self.size.may_read):
+            return self._may_be_mostly_partial(rows)
         if self.opaque or not (self.tensors or reads_made_tensors(self.value, self._prepared.resolved)):
             return False
         known = _MOSTLY_PARTIAL.get(self.kernel_key)
@@ -373,6 +409,21 @@ class MaskPlan(Plan):
             known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
             _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
         return bool(known)
+
+    def _may_be_mostly_partial(self, rows: int) -> bool:
+        if not self.is_by_library and self.tensors:
+            return True
+        few, length = compat.size_hint(rows), compat.size_hint(self.size.kv_len)
+        for inner in self.mask.inside() if self.is_by_library else ():
+            tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
+            cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
+            if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
+                return True
+        if not self.mask.has_other_function():
+            return False
+        with compat.without_modes():
+            mask, size = over_zeros(self.mask, self.size)
+            return reads_made_tensors(mask, mask.resolve(size))
 
 
 class GivenPlan:
@@ -471,7 +522,7 @@ class GivenPlan:
     def computed_fraction(self) -> float:
         return _UNKNOWN_FRACTION
 
-    def is_mostly_partial(self) -> bool:
+    def is_mostly_partial(self, rows: int) -> bool:
         return False
 
 

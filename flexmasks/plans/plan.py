@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -21,12 +21,11 @@ from flexmasks import compat
 from flexmasks.cache import ENTRY, KINDS, Part, identity
 from flexmasks.context import is_capturing
 from flexmasks.errors import passing_error
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_graph
-from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score, sized
+from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score, sized, unread
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
@@ -79,7 +78,8 @@ PROGRAMS: Part[Program] = Part(KINDS, "programs")
 class Plan:
     """Base of MaskPlan and ScorePlan: a mask or score with a call's sizes.
 
-    Each form of it is made when it is asked for.
+    Each form of it is made when it is asked for. If the size says that no values may be read, as in a graph of
+    torch.compile, forms are made of operations of fixed shapes, and nothing is cached or recorded.
 
     With `lift`, numbers may become inputs of the kernel. With `aliases`, functions are bound to aliases of the
     tensors if that is possible (`holds_aliases`), so that the bound functions may be cached.
@@ -88,7 +88,7 @@ class Plan:
     _STATIC = frozenset(
         (
             "size", "offset", "lifted", "opaque", "unreadable", "holds_aliases", "_structure", "_key", "_kind_key",
-            "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact", "_programs",
+            "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact", "_lists", "_programs",
         )
     )  # fmt: skip # attributes that do not change with tensors
 
@@ -106,8 +106,8 @@ class Plan:
         self._programs: dict[Hashable, Any] = {}  # what was recorded for forms: plans of one template share it
         self.is_of_template = False
         self.unreadable = structure.unreadable
-        self.opaque = bool(self.unreadable)  # it may change unnoticed, so nothing is cached
-        self._key = None if self.opaque else structure.key
+        self.opaque = bool(self.unreadable) and size.may_read  # it may change unnoticed, so nothing is cached
+        self._key = None if self.unreadable else structure.key
         self.lifted = False
         if lift and not self.opaque:
             self._lift()
@@ -166,7 +166,7 @@ class Plan:
     @functools.cached_property
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
-        if self.opaque:
+        if self.unreadable:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self._of_kernel[0].key
 
@@ -187,7 +187,7 @@ class Plan:
     @property
     def has_number_tensors(self) -> bool:
         """Return whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
-        parameters = {id(t) for t in self.value.numbers()}
+        parameters = {id(t) for t in self.value.numbers()} if self.size.may_read else ()
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> None:
@@ -211,7 +211,7 @@ class Plan:
     ) -> _P:
         """Return what the cache holds for this plan, or build it; also if what the cache holds does not suit."""
         tensors, capturing = self.inputs, is_capturing(self.size.device)
-        if self.opaque or (capturing and tensors):
+        if self.opaque or (capturing and tensors) or not self.size.may_read:
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
@@ -244,7 +244,11 @@ class Plan:
     @functools.cached_property
     def _kind_key(self) -> Hashable:
         """Key of all plans that differ in the values of tensors only. It is None if there can be no others."""
-        if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
+        if (
+            self.opaque
+            or not (self.inputs and self.size.may_read)
+            or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs)
+        ):
             return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
         return None if self.value.holds_lists() else self._key  # a list of numbers is no input of a recorded plan
 
@@ -319,7 +323,7 @@ class Plan:
         return tensors
 
     def _offset_tensor(self) -> Tensor | None:
-        if not isinstance(self.offset, int) or self.offset == 0:
+        if not isinstance(self.offset, int) or self.offset == 0 or not self.size.may_read:
             return None
         # One element for each batch element: some kernels take no 0-dimensional tensors.
         filled = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
@@ -327,10 +331,18 @@ class Plan:
         return bounded(filled, most // 2 + 1, most)  # functions are looked at once for all of these, see backends.forms
 
     def function(self) -> Callable[..., Tensor]:
-        """The function as kernels get it, for a look at its operations: nothing else is made, and no value is read."""
-        with compat.without_dispatch_modes(), compat.outside_transforms():
-            resolved = self.value.resolve(unread(self.size, self.offset), self.lifted)
-            bound, offset = self._bind(Prepared(resolved, self._offset_tensor()))
+        """The function as kernels get it, for a look at its operations: nothing else is made, and no value is read.
+
+        Where the size says that none may be read, it is over tensors of zeros: the plan's are those of a graph.
+        """
+        if self.size.may_read:
+            with compat.without_dispatch_modes(), compat.outside_transforms():
+                resolved = self.value.resolve(unread(self.size, self.offset), self.lifted)
+                bound, offset = self._bind(Prepared(resolved, self._offset_tensor()))
+        else:
+            with compat.without_modes():
+                (value, offset), size = over_zeros((self.value, self.offset), self.size)
+                bound = value.bind(value.resolve(size), size.heads, for_kernels=True)
         return shifted_mask(bound, offset) if self.value.kind == "mask" else shifted_score(bound, offset)
 
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
@@ -339,6 +351,19 @@ class Plan:
         heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
         bound = value.bind(prepared.resolved, heads, for_kernels=True)
         return bound, offset if prepared.offset is None else prepared.offset
+
+
+def over_zeros(value: _V, size: Size) -> tuple[_V, Size]:
+    """A mask or score, or a tuple with one, with tensors of zeros, and a size of numbers that are known."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
+
+    lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
+    batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
+    starts = None if size.starts is None else zeros(size.starts)
+    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end, starts=starts)
+    return with_tensors(value, zeros, has_own_globals=True), known
 
 
 def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:

@@ -20,11 +20,10 @@ from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.kernels.operators import positions
 from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import check_offset
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import outside_transforms
-from flexmasks.plans.sizes import Offset, shifted_mask, sized
+from flexmasks.plans.sizes import Offset, shifted_mask, sized, unread
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, key_of

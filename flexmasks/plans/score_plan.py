@@ -13,11 +13,10 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.bounds import unread
 from flexmasks.plans.naming import naming
 from flexmasks.plans.plan import Plan, Prepared
 from flexmasks.plans.recorded import Learning
-from flexmasks.plans.sizes import Offset, shifted_score, sized
+from flexmasks.plans.sizes import Offset, shifted_score, sized, unread
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.bands import Factors, cap_of, factors_of
@@ -60,7 +59,6 @@ class ScorePlan(Plan):
         return cast(Score, self.value)
 
     def mod(self) -> Callable[..., Tensor]:
-        """Return the score_mod, bound to the user's own tensors, or their aliases."""
         return shifted_score(*self._bind(self._prepared))
 
     @functools.cached_property
@@ -100,8 +98,9 @@ class ScorePlan(Plan):
             return Summand([self._bound_to[0].params["bias"]], _rows_of_bias)
         score_mod, size = self.mod(), self.size
         functions, leaves = flatten(score_mod)
-        if not functions.is_whole:
-            return Summand([], lambda _, visible: added_by(score_mod, size, visible))
+        if not (functions.is_whole and size.may_read):
+            of_user = not self.is_by_library
+            return Summand([], lambda _, visible: added_by(score_mod, size, visible if of_user else None))
         if known is not None:
             return known._replace(tensors=leaves.tensors)
         if self.is_by_library:  # whose derivatives are finite everywhere
@@ -116,17 +115,17 @@ class ScorePlan(Plan):
         return Line(-1.0 if self.factors.is_absolute else 1.0, 0.0, self.offset, self.factors.is_absolute)
 
     def _build(self) -> Prepared:
-        key = self.kernel_key, self.size, self.shapes
-        is_known = not self.opaque and _TRIED.get(key) is not None
-        # On a GPU the values are read for the first score of a kind only.
-        reads = self.size.reads_at_once or not is_known
-        if is_capturing(self.size.device) or not reads:
-            return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
-        resolved = self.score.resolve(sized(self.size, self.offset))
-        if not is_known:
-            self._try(shifted_score(self.score.bind(resolved), self.offset))
-            _TRIED.put(key, (), True, FACT)
-        return Prepared(resolved, self._offset_tensor())
+        if self.size.may_read and not is_capturing(self.size.device):
+            key = self.kernel_key, self.size, self.shapes
+            is_known = not self.opaque and _TRIED.get(key) is not None
+            # On a GPU the values are read for the first score of a kind only.
+            if self.size.reads_at_once or not is_known:
+                resolved = self.score.resolve(sized(self.size, self.offset))
+                if not is_known:
+                    self._try(shifted_score(self.score.bind(resolved), self.offset))
+                    _TRIED.put(key, (), True, FACT)
+                return Prepared(resolved, self._offset_tensor())
+        return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
         """Call the function on some scores, to raise its errors here and by name.

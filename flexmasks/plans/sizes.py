@@ -93,13 +93,40 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if is_here else (0, 0)
 
 
+def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: bool = True) -> Size:
+    """The sizes of a call; sizes: the batch size and number of heads, by default those of q."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, heads = sizes or q.shape[:2]
+    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    return Size(
+        batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
+        ends_among_keys=ends_among_keys,
+    )  # fmt: skip
+
+
+def unread(size: Size, offset: Offset) -> Size:
+    """The size without reading the offset; queries start among the keys.
+
+    torch traces this function, and takes dataclasses.replace apart at each call.
+    """
+    if isinstance(offset, int):
+        reached, at_most, starts = offset, size.at_most, None
+    else:
+        reached, at_most, starts = size.kv_len, ("S",), offset
+    sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, reached, size.dtype, size.approximate
+    return Size(*sizes, may_read=False, at_most=at_most, starts=starts)
+
+
 def sized(size: Size, offset: Offset) -> Size:
     """Return the size with the largest offset in it.
 
     The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large. A tensor's
     values are 0 or at most kv_len - q_len, so that no kernel needs to be told of more keys than there are, and tables
-    that are made without reading the values are long enough.
+    that are made without reading the values are long enough. If the size says that no values may be read, it is
+    `unread`.
     """
+    if not size.may_read:
+        return unread(size, offset)
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")

@@ -47,9 +47,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexmasks
 from flexmasks import Mask, flex, inside_compile
 from flexmasks.backends import decode, fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, short, table
+from flexmasks.backends.encoded import Encoded
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.plans import traced
-from flexmasks.plans.bounds import unread
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import unread
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.encoding import encode
 from flexmasks.spec.parameters import Size
@@ -141,12 +143,7 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
     names = (case.name, None) if case in MASK_CASES else (None, case.name)
     mask, score = from_arguments(*names, given)
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu")), q_offset)
-    value = (
-        traced.TracedScore(score, size, q_offset, None)
-        if mask is None
-        else traced.TracedMask(mask, size, q_offset, None)
-    )
-    function = value.function()
+    function = (ScorePlan(score, size, q_offset) if mask is None else MaskPlan(mask, size, q_offset)).function()
     last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
     for indices in (last, [x * 0 for x in last]):
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
@@ -1288,8 +1285,8 @@ def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.Monke
     mask: Any = encode(flexmasks.get_mask("causal"), q.device)
     score: Any = encode(flexmasks.get_score("alibi", slopes=torch.ones(4, requires_grad=True)), q.device)
     with fakes:
-        of_mask, facts = (mask.values(), 0, None, ()), (learns, True, learns, False, False)
-        call = inside_compile._call_of(of_mask, score.values(), 0, q, k, v, None, facts)
+        encoded, facts = Encoded(mask.values(), score=score.values() if learns else None), (True, learns, False)
+        call = inside_compile._call_of(encoded, (), q, k, v, None, {}, facts)
         reasons = {name: table.why_not(name, call) for name in table.BACKENDS}
     assert reasons["reference"] is None
     if gpu and learns:
@@ -1301,11 +1298,10 @@ def test_blocks_made_for_one_head_are_as_partial_as_their_mask(documents: int, h
     """The fastest backend is the same for a mask and for its blocks."""
     offsets = torch.arange(documents + 1) * 64
     mask: Any = encode(flexmasks.get_mask("packed", inner="causal", offsets=offsets), offsets.device)
-    q, facts = torch.empty(1, heads, 512, 16), (False, True, False, False, False)
-    for block_size, sizes in ((None, ()), ((128, 128), (1, 1))):
-        of_mask = mask.values(), 0, block_size, sizes
-        call = inside_compile._call_of(of_mask, ("unknown", ""), 0, q, q, q, None, facts)
-        assert call.mask.is_mostly_partial() == (documents + 1 > heads)
+    q, facts = torch.empty(1, heads, 512, 16), (True, False, False)
+    for encoded, lists in ((Encoded(mask.values()), ()), (Encoded(mask.values(), 0, (128, 128), (1, 1)), (q,))):
+        call = inside_compile._call_of(encoded, lists, q, q, q, None, {}, facts)
+        assert call.mask.is_mostly_partial(heads) == (documents + 1 > heads)
 
 
 # --- FlashAttention 4, with its kernels replaced by plain torch ---
@@ -1407,10 +1403,9 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
     asked = mask(length)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        facts = (False, True, False, False, False)
-        data = encode(asked, q.device).values()
-        for block_size in (None, (128, 128)):  # blocks of the library, and given ones
-            call = inside_compile._call_of((data, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
+        encoded = Encoded(encode(asked, q.device).values())
+        for lists in ((), (q,)):  # blocks of the library, and given ones
+            call = inside_compile._call_of(encoded, lists, q, k, v, None, {}, (True, False, False))
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
@@ -1452,8 +1447,8 @@ def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(table, "BACKENDS", {"mine": mine, **table.BACKENDS})
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 2, 8, 16)
-        data = encode(flexmasks.get_mask("causal"), q.device).values()
-        call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, [False] * 5)
+        encoded = Encoded(encode(flexmasks.get_mask("causal"), q.device).values())
+        call = inside_compile._call_of(encoded, (), q, q, q, None, {}, [False] * 3)
     able, reasons = table.choose(call)
     assert reasons["mine"] == "torch.compile does not trace it"
     assert [b.name for b in able][-1] == "reference"
@@ -1467,9 +1462,8 @@ def test_partial_blocks_are_dear_without_gradients_in_small_heads(
     documents = _causal_and("document", document_ids=torch.zeros(4, 8192, dtype=torch.int64))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q = torch.empty(4, 16, 8192, size, dtype=torch.bfloat16)
-        data = encode(documents, q.device).values()
-        facts = (False, False, False, False, False)
-        call = inside_compile._call_of((data, 0, None, ()), ("unknown", ""), 0, q, q, q, None, facts)
+        encoded = Encoded(encode(documents, q.device).values())
+        call = inside_compile._call_of(encoded, (), q, q, q, None, {}, [False] * 3)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
@@ -1485,8 +1479,7 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
     def reasons(mask: Any, block_size: tuple[int, int], size: int = 64) -> dict[str, str]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
             q, k, v = (torch.empty(4, 16, 8192, size, dtype=torch.bfloat16) for _ in range(3))
-            facts = (False, False, False, False, False)
-            call = inside_compile._call_of((mask, 0, block_size, ()), ("unknown", ""), 0, q, k, v, None, facts)
+            call = inside_compile._call_of(Encoded(mask, 0, block_size), (q,), q, k, v, None, {}, [False] * 3)
             able, reasons = table.choose(call)
             return {**dict.fromkeys((b.name for b in able), ""), **reasons}
 

@@ -18,8 +18,8 @@ import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import Mask, get_mask
 from flexmasks.plans import bounds
-from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, unread
-from flexmasks.plans.sizes import shifted_mask
+from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds
+from flexmasks.plans.sizes import shifted_mask, unread
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.registry import example
 from flexmasks.spec.structure import replaced

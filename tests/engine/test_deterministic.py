@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flexmasks
 from flexmasks import inside_compile
 from flexmasks.backends import fa4_package, table
+from flexmasks.backends.encoded import UNKNOWN, Encoded
 from flexmasks.context import Context
 
 
@@ -77,13 +78,11 @@ def test_what_backends_refuse(
 
 
 def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> None:
-    unknown = ("unknown", "")
-
     def first(learns: bool) -> str:
         with FakeTensorMode(), torch.device("cuda:0"):
             q = torch.empty(1, 2, 256, 64, requires_grad=True)
-            facts = (True, True, learns, False, False)
-            call = inside_compile._call_of((unknown, 0, (128, 128), ()), unknown, 0, q, q, q, None, facts)
+            encoded = Encoded(UNKNOWN, 0, (128, 128), score=UNKNOWN)
+            call = inside_compile._call_of(encoded, (q,), q, q, q, None, {}, (True, learns, False))
             return table.choose(call)[0][0].name
 
     assert first(learns=True) == "reference"

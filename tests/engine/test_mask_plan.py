@@ -307,5 +307,5 @@ def test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones(
     mask = get_mask("document", document_ids=torch.arange(1280) // length)
     blocks = mask.blocks(1280)
     planned = mask_plan.MaskPlan(mask, Size(1, 1, 1280, 1280, torch.device("cpu")))
-    assert planned.is_mostly_partial() == (2 * blocks.partial > blocks.full)
-    assert planned.is_mostly_partial() == (length < 640)
+    assert planned.is_mostly_partial(1) == (2 * blocks.partial > blocks.full)
+    assert planned.is_mostly_partial(1) == (length < 640)
