@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,20 +54,12 @@ from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.encoding import encode_if_readable, note_constants
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
+from flexmasks.spec.values import Mask, Modifier, Score
 
 _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
 _MOST_BITS = 1 << 31  # of a mask that is looked at at each run
-
-
-class _Facts(NamedTuple):
-    """Properties of a call that its tensors do not show while torch traces."""
-
-    needs_grad: bool
-    learns: bool  # or may learn
-    with_lse: bool
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -105,7 +97,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         lists = lists_of_bits if block_mask is None else lists_of(block_mask)
         block_mask = of_bits((q.shape[2], k.shape[2]), (words, table, *lists), block_size)
     encoded = encoded._replace(score=of_score, q_offset=q_offset)
-    facts = _facts_of(q, k, v, request, score, of_score)
+    learns = torch.is_grad_enabled() and _may_learn(score, of_score, request.backend)
+    needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    facts = needs_grad, learns, request.return_lse
     constants = text_of_constants((request.backend_name, encoded.block_size, encoded.sizes, *facts))
     lists = () if block_mask is None else lists_of(block_mask)
     options = compat.constants(tuple((request.kernel_options or {}).items()))
@@ -115,7 +109,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         lse = results[1] if request.return_lse else None
         return Result(results[0], lse, has_sinks=request.sink_logits is not None)
     name, size = _NAMES[results[0].shape[0]], unread(size, q_offset)
-    return _run_traced(name, request, mask, score, block_mask, encoded, size, q, k, v, facts.needs_grad)
+    return _run_traced(name, request, mask, score, block_mask, encoded, size, q, k, v, needs_grad)
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +171,8 @@ def _attend(
     in _NAMES: torch takes only tensors from functions that it does not trace, and knows their lengths while it traces.
     The choice depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
 
-    constants: the text of the backend's name, the size of given blocks, the sizes of the mask, and `_Facts`.
+    constants: the text of the backend's name, the size of given blocks, the sizes of the mask, whether the call needs a
+        gradient, whether its score may learn, and whether the lse is wanted.
     sinks: logits that are folded into both.
     lists: those of given blocks.
     options: the items of kernel_options.
@@ -185,10 +180,13 @@ def _attend(
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
         encoded = Encoded(changed(mask, _without_gradient), offset, block_size, sizes, score, q_offset)
-        if not lists and exports_any_length(q, k):
-            _check_at_example(encoded, q, k)
         how = lists, q, k, v, scale, dict(options), facts
         call = _call_of(encoded.with_numbers(compat.size_hint), *how)
+        if not lists and exports_any_length(q, k):  # no symbolic lengths are compared
+            with compat.without_modes():
+                plan = cast(MaskPlan, call.mask)
+                at_example, size = over_zeros(plan.mask, plan.size)
+                at_example.resolve(size)
         name = _chosen(backend, call)
         by_slices = name == "reference" and (q.device.type != "cpu" or call.context.has_transforms)
         if by_slices or UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED:
@@ -217,16 +215,11 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, encoded: Encoded,
     return Result(*tiles_operator.attend(q, k, v, blocks, encoded, scale))
 
 
-def _facts_of(q: Tensor, k: Tensor, v: Tensor, request: Request, score: Score | None, of_score: Any) -> _Facts:
-    learns = needs_grad = False
-    if torch.is_grad_enabled():
-        if isinstance(of_score, Flat):
-            learns = any(isinstance(x, Tensor) and x.requires_grad for x in of_score.leaves)
-        elif score is not None:
-            # What functions captured is not known. A backend that is named gives the gradients, or torch raises.
-            learns = score.learns() or request.backend == "auto"
-        needs_grad = learns or q.requires_grad or k.requires_grad or v.requires_grad
-    return _Facts(needs_grad, learns, request.return_lse)
+def _may_learn(score: Score | None, of_score: Any, backend: str) -> bool:
+    if isinstance(of_score, Flat):
+        return any(isinstance(x, Tensor) and x.requires_grad for x in of_score.leaves)
+    # What functions captured is not known. A backend that is named gives the gradients, or torch raises.
+    return score is not None and (score.learns() or backend == "auto")
 
 
 def _without_pairs(
@@ -267,14 +260,6 @@ def _of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> Encoded:
 
 
 # --- the choice of a backend ---
-
-
-def _check_at_example(encoded: Encoded, q: Tensor, k: Tensor) -> None:
-    """Raise the errors of a mask's parameters at the lengths of the example. No symbolic lengths are compared."""
-    plan: MaskPlan = encoded.with_numbers(compat.size_hint).plans(q, k).mask
-    with compat.without_modes():
-        alone, known = over_zeros(plan.mask, plan.size)
-        alone.resolve(known)
 
 
 def _constant(part: Any) -> Any:
@@ -376,22 +361,11 @@ def _bound(
     value: Modifier, size: Size, offset: int | Tensor, is_compiled: bool
 ) -> tuple[Callable[..., Tensor], int | Tensor]:
     """Return the bound function of a mask or score, and where queries start."""
-    value = _changed(value, _constant_float)
+    value = changed(value, _constant_float)
     parts = value, value.resolve(size), offset
-    value, resolved, offset = _changed(parts, _held) if is_compiled else parts
+    value, resolved, offset = changed(parts, _held) if is_compiled else parts
     heads = size.heads if size.device.type == "cuda" else None
     return value.bind(resolved, heads, for_kernels=True), offset
-
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a mask, a score or what `resolve` returned, with all parts changed; torch traces it."""
-    if isinstance(value, Modifier):
-        return type(value)(value.definition, {n: _changed(v, change) for n, v in value.params.items()})
-    if isinstance(value, ResolvedInner):
-        return ResolvedInner(value.source, _changed(value.resolved, change))
-    if isinstance(value, dict):
-        return {n: _changed(v, change) for n, v in value.items()}
-    return tuple([_changed(v, change) for v in value]) if isinstance(value, tuple | list) else change(value)
 
 
 def _constant_float(part: Any) -> Any:

@@ -18,7 +18,7 @@ from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset, size_of, unread
 from flexmasks.spec.definitions import define
 from flexmasks.spec.encoding import decode
-from flexmasks.spec.values import Mask, Score
+from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
 UNKNOWN = ("unknown", "")  # encodes a mask or score that only torch's tracing can read
@@ -90,9 +90,15 @@ class Encoded(NamedTuple):
         return self._replace(mask=changed(self.mask, change), score=changed(self.score, change))
 
 
-def changed(encoded: Any, change: Callable[[Any], Any]) -> Any:
-    """Return something encoded with all its parts changed."""
-    return tuple([changed(v, change) for v in encoded]) if isinstance(encoded, tuple) else change(encoded)
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a mask, a score, what `resolve` returned or something encoded, with all parts changed; torch traces it."""
+    if isinstance(value, Modifier):
+        return type(value)(value.definition, {n: changed(v, change) for n, v in value.params.items()})
+    if isinstance(value, ResolvedInner):
+        return ResolvedInner(value.source, changed(value.resolved, change))
+    if isinstance(value, dict):
+        return {n: changed(v, change) for n, v in value.items()}
+    return tuple([changed(v, change) for v in value]) if isinstance(value, tuple | list) else change(value)
 
 
 def _key_of(value: Any, values: list[Any]) -> Hashable | None:

@@ -100,7 +100,7 @@ def why_not_flash(call: Call) -> str | None:
 
 
 def why_bits_in_trace(mask: MaskPlan, q: Tensor, k: Tensor) -> str:
-    """Return what `why_bits` does of a plan in a graph, whose bits are computed at each run of a graph."""
+    """Return what `why_bits` does, of a mask in a graph, whose bits are computed at each run."""
     if mask.is_by_library or mask.opaque:
         return ""
     lengths, reason = (*q.shape[:3], k.shape[2]), ""

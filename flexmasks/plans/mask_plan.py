@@ -156,11 +156,10 @@ class MaskPlan(Plan):
     @functools.cached_property
     def intervals(self) -> Intervals | None:
         """The mask as intervals of keys, or None. No value is read."""
-        is_known = self.size.may_read and not self.opaque
-        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset) if is_known else None
-        if intervals is None:
+        if self.opaque or not self.size.may_read:
             return None
-        self._lens = intervals.lens
+        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        self._lens = None if intervals is None else intervals.lens
         return intervals
 
     def checked_intervals(self) -> Intervals | None:

@@ -244,11 +244,7 @@ class Plan:
     @functools.cached_property
     def _kind_key(self) -> Hashable:
         """Key of all plans that differ in the values of tensors only. It is None if there can be no others."""
-        if (
-            self.opaque
-            or not (self.inputs and self.size.may_read)
-            or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs)
-        ):
+        if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
             return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
         return None if self.value.holds_lists() else self._key  # a list of numbers is no input of a recorded plan
 
@@ -298,7 +294,7 @@ class Plan:
 
     def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
         capturing, inputs = is_capturing(self.size.device), self.inputs
-        if self._kind_key is None:
+        if self._kind_key is None or not self.size.may_read:
             return run(self.value, self.offset)
         kind_key = self._kind_of(name)
         program = PROGRAMS.get(kind_key)
