@@ -997,16 +997,19 @@ def test_offsets_in_a_tensor() -> None:
 _ANGLES = 0.7 * torch.arange(2 * LENGTH)
 
 
-def _of_places(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return s + torch.cos(_ANGLES[q] + kv)  # other places change more than a whole row by one number
+def _of_places(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, angles: Tensor) -> Tensor:
+    return s + torch.cos(angles[q] + kv)  # other places change more than a whole row by one number
 
 
-_PLACED = flexmasks.get_score(_of_places)
+_PLACED = flexmasks.get_score(_of_places, angles=_ANGLES)
 
 
 @pytest.mark.parametrize(
     ("made", "offset"),
-    [(lambda: _PLACED, torch.tensor([41, 3])), (lambda: lambda s, b, h, q, kv: _of_places(s, b, h, q, kv), 9)],
+    [
+        (lambda: _PLACED, torch.tensor([41, 3])),
+        (lambda: lambda s, b, h, q, kv: _of_places(s, b, h, q, kv, angles=_ANGLES), 9),
+    ],
     ids=["value", "function"],
 )
 @pytest.mark.parametrize("way", ["flex", "reference", "with gradients", "in a transform"])
