@@ -160,10 +160,6 @@ NAMES: dict[str, tuple[str, Any]] = {
     # Wrappers that these transforms put around tensors; without the name such tensors look like others.
     "is_wrapped": ("torch._C._functorch:is_functorch_wrapped_tensor", lambda x: False),
     "unwrapped": ("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS),
-    # What torch.vmap does, without the checks around it, which take torch.compile long to trace.
-    "vmap_level": ("torch._functorch.vmap:vmap_increment_nesting", None),
-    "with_batch": ("torch._functorch.vmap:_add_batch_dim", None),
-    "without_batch": ("torch._functorch.vmap:_remove_batch_dim", None),
     # A Function of one level of transforms; a public one, with several, is slower.
     "SingleLevelFunction": ("torch.autograd.function:_SingleLevelFunction", torch.autograd.Function),
     # Switch for forward derivatives in this thread, a context manager.

@@ -71,29 +71,6 @@ class _IndexingByNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_VMAP = [compat.named(name) for name in ("vmap_level", "with_batch", "without_batch")]  # looked up before torch traces
-
-
-def _mapped(function: Callable[..., Tensor], in_dims: tuple[int | None, ...]) -> Callable[..., Tensor]:
-    """As torch.vmap of a function of tensors, at least one of which has the dimension.
-
-    In torch.vmap torch.compile traces some hundred Python calls, most of its work with a short function.
-    """
-    by_torch = torch.vmap(function, in_dims=in_dims)
-    level, with_batch, without_batch = _VMAP
-
-    def mapped(*args: Tensor) -> Tensor:
-        if None in _VMAP or not torch.compiler.is_dynamo_compiling():
-            return by_torch(*args)
-        size = next(x.shape[dim] for x, dim in zip(args, in_dims, strict=True) if dim is not None)
-        with level(size, "error") as number:
-            inner = [x if dim is None else with_batch(x, dim, number) for x, dim in zip(args, in_dims, strict=True)]
-            out: Tensor = without_batch(function(*inner), number, size, 0)
-            return out
-
-    return mapped
-
-
 def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Callable[..., Tensor]:
     """A mask_mod as a function of four index vectors, whose result is [b, h, q, kv].
 
@@ -104,7 +81,7 @@ def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Ca
     """
     vmapped: Callable[..., Tensor] = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        vmapped = _mapped(vmapped, prefix + dims)
+        vmapped = torch.vmap(vmapped, in_dims=prefix + dims)
     return with_indexing_by_numbers(vmapped)
 
 
@@ -318,7 +295,7 @@ def over_visible(score_mod: Callable[..., Tensor], visible: Tensor | None, score
     for dim in (3, 2, 1, 0):
         of_visible = 0 if visible.shape[dim] > 1 else None
         of_index = [0 if n == dim else None for n in range(4)]
-        function = _mapped(function, (of_visible, 0 if has_scores else None, *of_index))
+        function = torch.vmap(function, in_dims=(of_visible, 0 if has_scores else None, *of_index))
     ones = [dim for dim in range(4) if visible.shape[dim] == 1]
     score = torch.where(visible, score, 0.0) if has_scores else score
     return with_indexing_by_numbers(function)(visible.squeeze(ones), score, *indices)
