@@ -93,9 +93,9 @@ def inverse_order(order: Tensor) -> Tensor:
     """
     if not isinstance(order, Tensor) or order.ndim != 1:
         raise TypeError(f"flexmasks: `order` must be a tensor of one dimension, got {order!r}.")
-    inverse = torch.empty_like(order, dtype=torch.int64)
-    inverse[order.long()] = torch.arange(len(order), device=order.device)
-    return inverse
+    # Not in place: selective activation checkpointing keeps results of operations, which may not change then.
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(places).scatter(0, order.long(), places)
 
 
 @_says_what_to_write()
