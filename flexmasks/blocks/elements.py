@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.limits import Work
 from flexmasks.ranges import GiveUp, Range, TooLarge
