@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import decode, fa4_package
+from flexmasks.backends import decode
 from flexmasks.backends.call import Inputs, Operand, Pages, PageTable, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing
-from flexmasks.backends.table import choose, why_not
+from flexmasks.backends.table import BACKENDS, choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.context import Context, is_capturing, reads_at_once
@@ -373,7 +373,8 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
 
 def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     """Return whether a kernel that reads pages may run a call, before it is planned."""
-    if request.backend not in ("auto", "decode", "fa4") or not cache.is_read_by_kernels:
+    readers = [b for b in BACKENDS.values() if b.reads_pages and request.backend in ("auto", b.name)]
+    if not readers or not cache.is_read_by_kernels:
         return False
     tensors = q, cache.k, cache.v
     if not all(type(x) is Tensor for x in tensors) or not (q.numel() and cache.k.numel() and cache.room):
@@ -381,7 +382,9 @@ def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     if learns_any(tensors) or is_traced or cache.is_traced:
         return False
-    return (request.q_offset is None and fa4_package.is_installed()) or decode.are_few(q.shape[2], cache.room, q.device)
+    if decode.are_few(q.shape[2], cache.room, q.device):
+        return True
+    return request.q_offset is None and any(b.name != "decode" and not b.lacks() for b in readers)
 
 
 def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:

@@ -43,6 +43,7 @@ class Backend:
     reads_pages: bool = False
     reads_any_dtype: bool = False  # k and v may have another dtype than q
     can_be_traced: bool = False  # torch.compile may trace a call, see `flexmasks.inside_compile`
+    lacks: Callable[[], str] = lambda: ""  # what this machine lacks for any call, in the words of `refuses`, or ""
 
 
 BACKENDS = {
@@ -50,13 +51,13 @@ BACKENDS = {
     for b in (
         Backend(
             "fa4", fa4.refuses, fa4.kernel, fa4.adds_in_any_order, _FA4_RECOMPILES_ON, reads_pages=True,
-            can_be_traced=True,
+            can_be_traced=True, lacks=fa4_package.why_unusable,
         ),
         Backend("decode", decode.refuses, decode.kernel, reads_pages=True),
         Backend("sdpa", sdpa.refuses, sdpa.kernel, can_be_traced=True),
         Backend(
             "flex_flash", flex_flash.refuses, flex_flash.kernel, flex_flash.adds_in_any_order, _FLEX_RECOMPILES_ON,
-            can_be_traced=True,
+            can_be_traced=True, lacks=fa4_package.why_unusable,
         ),
         Backend(
             "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, _FLEX_RECOMPILES_ON, reads_any_dtype=True,
@@ -96,9 +97,8 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def is_not_here(reason: str) -> bool:
     """Return whether a reason against a backend is that this machine, or the device of a call, lacks it."""
-    return reason.startswith(("it runs on ", "it does not run on ", "it is not used on ")) or (
-        reason == fa4_package.why_unusable()
-    )
+    is_of_device = reason.startswith(("it runs on ", "it does not run on ", "it is not used on "))
+    return is_of_device or any(reason == backend.lacks() for backend in BACKENDS.values())
 
 
 def _fastest_first(call: Call) -> list[Backend]:

@@ -25,6 +25,8 @@ import flexmasks
 from flexmasks import pages
 from flexmasks.backends import fa4, fa4_kernel, fa4_package
 from flexmasks.backends import flex_kernels as kernels
+from flexmasks.backends.call import Call, Kernel, Unavailable
+from flexmasks.backends.table import BACKENDS, Backend
 from flexmasks.request import Request
 
 WHERE = [
@@ -905,6 +907,10 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         calls_of_kernel.append(1)
         raise TypeError("no such kernel")
 
+    def interface() -> Any:
+        raise Unavailable("it is not installed")
+
+    monkeypatch.setattr(fa4_package, "interface", interface)  # flex_flash asks for it
     monkeypatch.setattr(fa4_kernel, "forward", failing)
     cache, q = Paged([210, 0, 170], 32, 7), torch.randn(3, 4, 150, 32)
     cache.k = cache.k.nan_to_num(0.0)
@@ -918,6 +924,21 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(cache.attention(q, mask="causal"), want) < TOLERANCE[torch.float32]
     assert len(calls_of_kernel) == 1
     flexmasks.clear_caches()
+
+
+def test_any_backend_of_the_table_may_read_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of pages but what the table says, whatever the backend's name."""
+    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+    asked: list[bool] = []
+
+    def refuses(call: Call) -> str:
+        asked.append(call.pages is not None)
+        return "it only listens"
+
+    monkeypatch.setitem(BACKENDS, "listens", Backend("listens", refuses, lambda call: Kernel(), reads_pages=True))
+    with pytest.raises(ValueError, match="it only listens"):
+        Paged([210, 0, 170], 32, 7).attention(torch.randn(3, 4, 150, 32), mask="causal", backend="listens")
+    assert asked == [True, False]  # with pages, and then without them
 
 
 # --- errors ---
