@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,16 @@ from flexmasks.kernels.operators import separate
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
-from flexmasks.plans.plan import PROGRAMS, Plan, Prepared, Program, cannot_record, over_zeros, with_contiguous_tensors
+from flexmasks.plans.plan import (
+    PROGRAMS,
+    HasBytes,
+    Plan,
+    Prepared,
+    Program,
+    cannot_record,
+    over_zeros,
+    with_contiguous_tensors,
+)
 from flexmasks.plans.recorded import memory_of_graph
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unread
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
@@ -54,6 +63,7 @@ _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
 _DATA: Part[MaskData] = Part(PLANS, "data")
 # Facts about the first masks of their kinds.
 _MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
+_Form = TypeVar("_Form", bound=HasBytes)
 
 
 @dataclass(frozen=True)
@@ -326,12 +336,23 @@ class MaskPlan(Plan):
     @functools.cached_property
     def whole(self) -> Whole:
         """The whole mask of a few queries. The host reads values of tensors only to check the first of a kind."""
-        return self._made(_WHOLE, "whole", Whole, lambda *given: whole_of(self._sized_like(*given)))
+        return self.made(_WHOLE, Whole, whole_of)
 
     @functools.cached_property
     def spanned(self) -> Spanned:
         """The whole mask of many queries. The host reads values as for `whole`."""
-        return self._made(_SPANNED, "spanned", Spanned, lambda *given: spanned_of(self._sized_like(*given)))
+        return self.made(_SPANNED, Spanned, spanned_of)
+
+    def made(
+        self, cache: Part[_Form], form: Callable[..., _Form], make: Callable[[SizedMask], Sequence[Tensor]]
+    ) -> _Form:
+        """A form of tensors alone, cached or made. The host reads values as for `whole`.
+
+        form: a NamedTuple of tensors with `nbytes`. Each has a cache of its own.
+        make: makes the tensors, by operations whose shapes depend on shapes only. It reads no values unless the sizes
+            say that it may, see `whole_of`.
+        """
+        return self._made(cache, form, lambda *given: make(self._sized_like(*given)))
 
     def data(self) -> MaskData:
         """The mask as data: its blocks, and the bits of partial ones. Raises TooLargeForData."""

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from flexmasks.cache import ENTRY, KINDS, Part, identity
 from flexmasks.context import is_capturing
 from flexmasks.errors import passing_error
 from flexmasks.plans.checks import check_dense, check_unbatched
-from flexmasks.plans.data import MaskData
 from flexmasks.plans.naming import naming
 from flexmasks.plans.recorded import Recorded, memory_of_graph
 from flexmasks.plans.sizes import Offset, shifted_mask, shifted_score, sized, unread
-from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.leaves import Leaves
@@ -70,7 +68,14 @@ class Program:
                 self.why_exact = cannot_record(error)
 
 
-_P = TypeVar("_P", bound=Prepared | MaskData | Whole | Spanned | Added)
+class HasBytes(Protocol):
+    """What caches may keep."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_P = TypeVar("_P", bound=HasBytes)
 _V = TypeVar("_V")
 PROGRAMS: Part[Program] = Part(KINDS, "programs")
 
@@ -262,7 +267,6 @@ class Plan:
     def _made(
         self,
         cache: Part[_P],
-        name: str,
         form: Callable[..., _P],
         make: Callable[[Any, Offset, Size], Sequence[Tensor]],
     ) -> _P:
@@ -272,7 +276,7 @@ class Plan:
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
             kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
         """
-        program = self._program(name)
+        program = self._program(form)
         if program is not None:
             self._check_values()
             return form(*program(self.inputs))
@@ -284,7 +288,7 @@ class Plan:
 
         def build() -> _P:
             self._check_values()
-            return form(*self._recorded_tensors(name, run))
+            return form(*self._recorded_tensors(form, run))
 
         return self._cached(cache, build)
 
@@ -292,7 +296,7 @@ class Plan:
         """Check the values of tensors where the host reads them at once."""
         raise NotImplementedError
 
-    def _recorded_tensors(self, name: str, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
+    def _recorded_tensors(self, name: Hashable, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
         capturing, inputs = is_capturing(self.size.device), self.inputs
         if self._kind_key is None or not self.size.may_read:
             return run(self.value, self.offset)

@@ -78,7 +78,7 @@ class ScorePlan(Plan):
     @functools.cached_property
     def added(self) -> Added:
         """The numbers that the score change adds; it must only add."""
-        return self._made(_ADDED, "added", Added, _added)
+        return self._made(_ADDED, Added, _added)
 
     def _check_values(self) -> None:
         if self.size.reads_at_once:

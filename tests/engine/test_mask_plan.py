@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from flexmasks import Mask, get_mask
 from flexmasks.blocks.lists import lists_of
+from flexmasks.cache import PLANS, Part
 from flexmasks.plans import mask_plan, plan
+from flexmasks.plans.bounds import SizedMask
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.whole import whole_of
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque
@@ -114,6 +117,35 @@ def test_starts_are_the_last_tensor_of_a_template() -> None:
             return (starts[b] + q >= kv) & (starts[b] + q - kv <= window)
 
         check_equal_block_masks(planned.block_mask, create_block_mask(visible, BATCH, 1, 100, LENGTH, "cpu"))
+
+
+class Firsts(NamedTuple):
+    """A form of a kernel's own."""
+
+    firsts: Tensor  # int64 [B or 1, H or 1, Q]
+
+    @property
+    def nbytes(self) -> int:
+        return self.firsts.nbytes
+
+
+def test_a_kernel_brings_a_form_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once for unchanged tensors, and recorded for the others as all forms are."""
+    monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 2)
+    cache: Part[Firsts] = Part(PLANS, "firsts of tests")
+    made: list[int] = []
+
+    def firsts_of(given: SizedMask) -> list[Tensor]:
+        made.append(1)
+        return [whole_of(given).visible.byte().argmax(-1)]
+
+    for _ in range(4):
+        ids = documents(LENGTH)
+        for _ in range(2):
+            planned = MaskPlan(get_mask("document", document_ids=ids), SIZE)
+            firsts = planned.made(cache, Firsts, firsts_of).firsts
+            assert torch.equal(firsts, shown(lambda b, h, q, kv, ids=ids: ids[b, q] == ids[b, kv]).byte().argmax(-1))
+    assert len(made) == 2  # with the tensors of the first plan, and to record
 
 
 def _plans() -> dict[str, tuple[Any, list[Tensor]]]:
