@@ -29,8 +29,8 @@ class PagedSequences(NamedTuple):
         return (self.q_offset + self.offsets.diff() - 1).clamp(min=0).int()
 
 
-class Rows(NamedTuple):
-    """A batch of rows, each with queries of one sequence."""
+class Batch(NamedTuple):
+    """A batch, of which each row has queries of one sequence."""
 
     tokens: Tensor  # int64[B, n], the query in each place
     sequences: Tensor  # int32[B]
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 class Mixed(NamedTuple):
     """A mixed batch as batches of rows."""
 
-    batches: list[Rows]
+    batches: list[Batch]
     places: Tensor  # int64[T], the place of each query among those of all rows; queries of no sequence are behind them
     firsts: Tensor  # int32[N], the positions of the first and the last query of each sequence
     lasts: Tensor
@@ -71,7 +71,7 @@ def by_number_of_queries(given: PagedSequences, total: int) -> Mixed:
         places[tokens] = torch.arange(before, before + tokens.numel(), device=device).view_as(tokens)
         before += tokens.numel()
         rows = given.q_offset[chosen], given.page_table[chosen], given.kv_lens[chosen]
-        batches.append(Rows(tokens, chosen.int(), *rows))
+        batches.append(Batch(tokens, chosen.int(), *rows))
     return Mixed(batches, places, given.q_offset.int(), given.lasts)
 
 
@@ -96,7 +96,7 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     sequence = sequence.clamp(max=count - 1)
     skipped = torch.where(is_used, (piece - before[sequence]) * n, 0)
     tokens = (offsets[sequence] + skipped)[:, None] + torch.arange(n, device=device)
-    rows = Rows(
+    rows = Batch(
         tokens.clamp(0, total - 1),
         sequence.int(),
         torch.where(is_used, given.q_offset[sequence] + skipped, 0),
@@ -108,7 +108,7 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     place = before[owner] * n + token - offsets[owner]
     places = torch.where(token < offsets[-1], place, len(piece) * n)
     firsts, lasts = given.q_offset.int(), given.lasts
-    return Mixed([Rows(*map(_with_layout, rows))], places, _with_layout(firsts), _with_layout(lasts))
+    return Mixed([Batch(*map(_with_layout, rows))], places, _with_layout(firsts), _with_layout(lasts))
 
 
 def _with_layout(x: Tensor) -> Tensor:
