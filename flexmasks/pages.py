@@ -35,7 +35,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.mixed import Mixed, PagedSequences, by_number_of_queries, in_pieces
-from flexmasks.plans.sizes import offset_of_last, offsets_of, unread
+from flexmasks.plans.sizes import offset_of_last, starts_of, unread
 from flexmasks.request import Request
 from flexmasks.road import (
     Known,
@@ -98,7 +98,7 @@ class _Cache(NamedTuple):
         offset = cast(int | Tensor | None, request.q_offset)
         if offset is not None:
             check_offset(call, offset, size.batch, size.device)
-        starts = offset_of_last(self.kv_lens, size.q_len) if offset is None else offsets_of(offset, len(q), q.device)
+        starts = offset_of_last(self.kv_lens, size.q_len) if offset is None else starts_of(offset, len(q), q.device)
         given = self.page_table, self.kv_lens, page_size
         try:
             paged(request.mask, *given).checked(size)
@@ -401,7 +401,7 @@ def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tenso
     if mixed is None:
         offsets = cu_seqlens_q.long()
         counts = offsets.diff()
-        places = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
+        places = offset_of_last(kv_lens, counts) if q_offset is None else starts_of(q_offset, len(counts), q.device)
         is_cut = reads and reads_at_once(q.device)  # by the numbers of queries
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
             check_mixed(offsets, len(q), kv_lens if q_offset is None else None, places, room)

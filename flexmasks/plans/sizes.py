@@ -52,7 +52,7 @@ def _in_dtype_of_scores(score_mod: Callable[..., Tensor]) -> Callable[..., Tenso
     return changed
 
 
-def offsets_of(offset: Offset, count: int, device: torch.device) -> Tensor:
+def starts_of(offset: Offset, count: int, device: torch.device) -> Tensor:
     """Where queries start for each of `count` batch elements, int64."""
     if isinstance(offset, Tensor):
         return offset.long()
