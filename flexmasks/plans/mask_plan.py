@@ -30,7 +30,7 @@ from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.plan import (
     PROGRAMS,
     HasBytes,
-    Plan,
+    ModifierPlan,
     Prepared,
     Program,
     cannot_record,
@@ -80,7 +80,7 @@ class _PreparedMask(Prepared):
         return 1 - Blocks(self.layout.block_mask(noop_mask)).sparsity
 
 
-class MaskPlan(Plan):
+class MaskPlan(ModifierPlan):
     """A mask on its way to a BlockMask.
 
     `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
@@ -483,7 +483,7 @@ class GivenPlan:
         self._block_mask = block_mask
 
     def template(self) -> GivenPlan:
-        """Return the plan without its tensors, see `Plan.template`."""
+        """Return the plan without its tensors, see `ModifierPlan.template`."""
         if not (self.holds_aliases and self._structure.is_whole):
             raise Opaque("a function of which no copy can hold other tensors")
         template, blocks = copy.copy(self), self._block_mask

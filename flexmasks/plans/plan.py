@@ -1,4 +1,4 @@
-"""Plans: a mask or score becomes a BlockMask, a mask_mod or a score_mod.
+"""What plans of masks and of scores share: with the sizes of a call they become what kernels read.
 
 Plans are cached by the values of parameters and the identity of tensors, see flexmasks.cache: the same mask over the
 same lengths is planned once.
@@ -80,7 +80,7 @@ _V = TypeVar("_V")
 PROGRAMS: Part[Program] = Part(KINDS, "programs")
 
 
-class Plan:
+class ModifierPlan:
     """Base of MaskPlan and ScorePlan: a mask or score with a call's sizes.
 
     Each form of it is made when it is asked for. If the size says that no values may be read, as in a graph of

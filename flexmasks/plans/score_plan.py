@@ -14,7 +14,7 @@ from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.naming import naming
-from flexmasks.plans.plan import Plan, Prepared
+from flexmasks.plans.plan import ModifierPlan, Prepared
 from flexmasks.plans.recorded import Learning
 from flexmasks.plans.sizes import Offset, shifted_score, sized, unread
 from flexmasks.plans.whole import Added, Summand, added_by, added_of, as_rows, multiplied
@@ -48,7 +48,7 @@ def _added(score: Score, offset: Offset, size: Size) -> Sequence[Tensor]:
     return multiplied(factors, offset, size)
 
 
-class ScorePlan(Plan):
+class ScorePlan(ModifierPlan):
     """A score change on its way to a score_mod."""
 
     def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
