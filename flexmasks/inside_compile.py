@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ from flexmasks.backends.traced_blocks import (
 from flexmasks.blocks import bits as of_words
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices, over_visible
-from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of, of_block_mask
+from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of
 from flexmasks.context import Context
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
@@ -180,8 +181,7 @@ def _attend(
     with errors_logged():
         backend, block_size, sizes, *facts = value_of_text(constants)
         encoded = Encoded(changed(mask, _without_gradient), offset, block_size, sizes, score, q_offset)
-        how = lists, q, k, v, scale, dict(options), facts
-        call = _call_of(encoded.with_numbers(compat.size_hint), *how)
+        call = _call_of(encoded.with_numbers(compat.size_hint).plans(q, k, lists), q, k, v, scale, dict(options), facts)
         if not lists and exports_any_length(q, k):  # no symbolic lengths are compared
             with compat.without_modes():
                 plan = cast(MaskPlan, call.mask)
@@ -191,28 +191,12 @@ def _attend(
         by_slices = name == "reference" and (q.device.type != "cpu" or call.context.has_transforms)
         if by_slices or UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED:
             return (torch.empty(_NAMES.index(name), 0),)
-        call = _call_of(encoded.with_numbers(_constant) if name in _COMPILED else encoded, *how)
-        if name == "reference":
-            out, lse, _, has_sinks = _by_tiles(q, k, v, cast(MaskPlan, call.mask), encoded, scale)
-        else:
-            kernel = BACKENDS[name].kernel(call)
-            out, lse, _, has_sinks = Ready(kernel, kernel.forms(Plans(call.mask, call.score)))(q, k, v, sinks)
+        plans = (encoded.with_numbers(_constant) if name in _COMPILED else encoded).plans(q, k, lists)
+        kernel = BACKENDS[name].kernel(replace(call, mask=plans.mask, score=plans.score))
+        out, lse, _, has_sinks = Ready(kernel, kernel.forms(plans))(q, k, v, sinks)
         if sinks is not None and not has_sinks:
             out, lse = with_sinks(out, cast(Tensor, lse), sinks, return_lse=True)
     return (out, cast(Tensor, lse)) if call.with_lse else (out,)
-
-
-def _by_tiles(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, encoded: Encoded, scale: float | None) -> Result:
-    """Return output and lse of the reference, as one operator.
-
-    It runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms. Blocks in a
-    program for any length would tie it to a range of lengths.
-    """
-    blocks: tuple[Tensor, ...] = ()
-    if plan.is_given or not compat.is_exporting():
-        plan = plan if plan.is_given else cast(MaskPlan, plan.resized(block_size_for(plan.size)))
-        blocks, encoded = of_block_mask(plan.block_mask), encoded._replace(block_size=plan.block_size)
-    return Result(*tiles_operator.attend(q, k, v, blocks, encoded, scale))
 
 
 def _may_learn(score: Score | None, of_score: Any, backend: str) -> bool:
@@ -295,25 +279,17 @@ def _chosen(backend: str, call: Call) -> str:
 
 
 def _call_of(
-    encoded: Encoded,
-    lists: tuple[Tensor | None, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    options: dict[str, Any],
-    facts: Any,
+    plans: Plans, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: dict[str, Any], facts: Any
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
-    mask, score, _ = encoded.plans(q, k, lists)
-    needs_grad, learns, with_lse = facts
+    q_offset, (needs_grad, learns, with_lse) = plans.encoded.q_offset, facts
     return Call(
         q=Operand.of(q),
         k=Operand.of(k),
         v=Operand.of(v),
-        mask=mask,
-        score=score,
-        q_offset=encoded.q_offset if isinstance(encoded.q_offset, int) else None,
+        mask=plans.mask,
+        score=plans.score,
+        q_offset=q_offset if isinstance(q_offset, int) else None,
         scale=scale,
         with_lse=with_lse,
         kernel_options=options or None,

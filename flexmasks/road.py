@@ -450,7 +450,7 @@ def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         if computes_nothing(q, k, v):
             precise = torch.promote_types(q.dtype, torch.float32)
             return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
-        call, (mask, score, _), *_ = plan_call(q, k, v, without_plan(q, k, request))
+        call, (mask, score, *_), *_ = plan_call(q, k, v, without_plan(q, k, request))
         return greatest_scores(q, k, None if score is None else score.mod(), mask.block_mask, call.scale)
 
 

@@ -114,6 +114,7 @@ class Plans(NamedTuple):
     mask: Any  # MaskPlan or GivenPlan
     score: Any = None  # ScorePlan
     pages: PageTable | None = None
+    encoded: Any = None  # in a graph of torch.compile what the plans are of, see `backends.encoded`
 
 
 class BlocksAndScore(NamedTuple):

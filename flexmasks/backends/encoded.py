@@ -60,10 +60,10 @@ class Encoded(NamedTuple):
         sizes = q.device, tuple(q.shape[:3]), tuple(k.shape[:3])
         key = None if kept is None else _key_of((self[:4], sizes, tuple(lists)), values)
         if kept is None or key is None:
-            return Plans(self._mask_plan(q, k, lists), self._score_plan(q, k))
+            return Plans(self._mask_plan(q, k, lists), self._score_plan(q, k), encoded=self)
         if key not in kept:
             kept[key] = self._mask_plan(q, k, lists), values
-        return Plans(kept[key][0], self._score_plan(q, k))
+        return Plans(kept[key][0], self._score_plan(q, k), encoded=self)
 
     def _mask_plan(self, q: Tensor, k: Tensor, lists: Sequence[Tensor | None]) -> MaskPlan:
         size, block_size = unread(size_of(q, k, self.sizes), self.offset), self.block_size or BLOCK_SIZE

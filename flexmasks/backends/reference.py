@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
+from flexmasks.backends import tiles_operator
 from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
@@ -52,6 +53,8 @@ def refuses(call: Call) -> str | None:
 
 
 def kernel(call: Call) -> Kernel:
+    if call.is_traced:
+        return tiles_operator.KernelInGraph(call.scale)
     compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
     return _Reference(call.scale, compiler_is_off, uncompiled(call))
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flexmasks import compat
+from flexmasks.backends.call import Kernel, Plans
 from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.bits import BITS, visible_in_words, words_of_pairs
 from flexmasks.blocks.elements import boolean, over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.graphs import Flat, text_of, value_of_text
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.sizes import block_size_for
@@ -30,18 +34,30 @@ _Result = TypeVar("_Result")
 _LISTS: dict[str, Any] = {"tensors": Tensor, "numbers": torch.SymInt, "floats": float | torch.SymFloat}
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], encoded: Encoded, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a call, by one node of a graph.
+@dataclass(frozen=True)
+class KernelInGraph(Kernel):
+    """The reference on a CPU, where reading the values of tensors waits for nothing, by one node of a graph."""
 
-    They are those of `reference.attend`.
+    scale: float | None
 
-    blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
-        operator plans them.
-    """
-    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    return torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, scale))  # type: ignore[no-any-return]
+    def forms(self, plans: Plans) -> tuple[tuple[Tensor, ...], Encoded]:
+        """Return which blocks are partial and which full, bool [B or 1, H or 1, rows, columns], and what is encoded.
+
+        Blocks in a program for any length would tie it to a range of lengths: the operator plans them.
+        """
+        plan, encoded = plans.mask, plans.encoded
+        if compat.is_exporting() and not plan.is_given:
+            return (), encoded
+        plan = plan if plan.is_given else plan.resized(block_size_for(plan.size))
+        return of_block_mask(plan.block_mask), encoded._replace(block_size=plan.block_size)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        blocks, encoded = forms
+        partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
+        out, lse = torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, self.scale))
+        return out, lse
 
 
 def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], encoded: Encoded) -> tuple[Tensor, ...]:
@@ -95,7 +111,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leav
 
     def compute() -> tuple[Tensor, Tensor]:
         encoded, scale = _encoded(*leaves)
-        mask, score, _ = encoded.plans(q, k)
+        mask, score, *_ = encoded.plans(q, k)
         return _tiles(q, k, partial, full, mask, score and score.mod(), scale).forward(q, k, v)
 
     return _in_another_thread(compute, q.device)
@@ -139,7 +155,7 @@ def backward(
 
     def compute() -> tuple[list[Tensor], Sequence[Tensor | None]]:
         encoded, scale = _encoded(given, *others)
-        mask, score, _ = encoded.plans(q, k)
+        mask, score, *_ = encoded.plans(q, k)
         with torch.enable_grad():
             score_mod = None if score is None else with_views(score.mod())
             inner = learned_by(score_mod, q.device) or []

@@ -42,7 +42,7 @@ class Launch:
         """Return the tensors that the kernel reads, each with its new value, or None if they cannot have it."""
         if self.plans is None:
             return None
-        mask, score, _ = self.plans
+        mask, score = self.plans[:2]
         try:
             again = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
             made, own = _Parts(self.ready.kernel.forms(again)), _Parts(self.ready.forms)

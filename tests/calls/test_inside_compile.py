@@ -1289,7 +1289,7 @@ def test_sizes_may_be_symbols(gpu: bool, learns: bool, monkeypatch: pytest.Monke
     score: Any = encode(flexmasks.get_score("alibi", slopes=torch.ones(4, requires_grad=True)), q.device)
     with fakes:
         encoded, facts = Encoded(mask.values(), score=score.values() if learns else None), (True, learns, False)
-        call = inside_compile._call_of(encoded, (), q, k, v, None, {}, facts)
+        call = inside_compile._call_of(encoded.plans(q, k), q, k, v, None, {}, facts)
         reasons = {name: table.why_not(name, call) for name in table.BACKENDS}
     assert reasons["reference"] is None
     if gpu and learns:
@@ -1303,7 +1303,7 @@ def test_blocks_made_for_one_head_are_as_partial_as_their_mask(documents: int, h
     mask: Any = encode(flexmasks.get_mask("packed", inner="causal", offsets=offsets), offsets.device)
     q, facts = torch.empty(1, heads, 512, 16), (True, False, False)
     for encoded, lists in ((Encoded(mask.values()), ()), (Encoded(mask.values(), 0, (128, 128), (1, 1)), (q,))):
-        call = inside_compile._call_of(encoded, lists, q, q, q, None, {}, facts)
+        call = inside_compile._call_of(encoded.plans(q, q, lists), q, q, q, None, {}, facts)
         assert call.mask.is_mostly_partial(heads) == (documents + 1 > heads)
 
 
@@ -1408,7 +1408,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         encoded = Encoded(encode(asked, q.device).values())
         for lists in ((), (q,)):  # blocks of the library, and given ones
-            call = inside_compile._call_of(encoded, lists, q, k, v, None, {}, (True, False, False))
+            call = inside_compile._call_of(encoded.plans(q, k, lists), q, k, v, None, {}, (True, False, False))
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
@@ -1451,7 +1451,7 @@ def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.Monkey
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 2, 8, 16)
         encoded = Encoded(encode(flexmasks.get_mask("causal"), q.device).values())
-        call = inside_compile._call_of(encoded, (), q, q, q, None, {}, [False] * 3)
+        call = inside_compile._call_of(encoded.plans(q, q), q, q, q, None, {}, [False] * 3)
     able, reasons = table.choose(call)
     assert reasons["mine"] == "torch.compile does not trace it"
     assert [b.name for b in able][-1] == "reference"
@@ -1466,7 +1466,7 @@ def test_partial_blocks_are_dear_without_gradients_in_small_heads(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q = torch.empty(4, 16, 8192, size, dtype=torch.bfloat16)
         encoded = Encoded(encode(documents, q.device).values())
-        call = inside_compile._call_of(encoded, (), q, q, q, None, {}, [False] * 3)
+        call = inside_compile._call_of(encoded.plans(q, q), q, q, q, None, {}, [False] * 3)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
 
 
@@ -1482,7 +1482,8 @@ def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.Monke
     def reasons(mask: Any, block_size: tuple[int, int], size: int = 64) -> dict[str, str]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
             q, k, v = (torch.empty(4, 16, 8192, size, dtype=torch.bfloat16) for _ in range(3))
-            call = inside_compile._call_of(Encoded(mask, 0, block_size), (q,), q, k, v, None, {}, [False] * 3)
+            plans = Encoded(mask, 0, block_size).plans(q, k, (q,))
+            call = inside_compile._call_of(plans, q, k, v, None, {}, [False] * 3)
             able, reasons = table.choose(call)
             return {**dict.fromkeys((b.name for b in able), ""), **reasons}
 

@@ -82,7 +82,7 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
         with FakeTensorMode(), torch.device("cuda:0"):
             q = torch.empty(1, 2, 256, 64, requires_grad=True)
             encoded = Encoded(UNKNOWN, 0, (128, 128), score=UNKNOWN)
-            call = inside_compile._call_of(encoded, (q,), q, q, q, None, {}, (True, learns, False))
+            call = inside_compile._call_of(encoded.plans(q, q, (q,)), q, q, q, None, {}, (True, learns, False))
             return table.choose(call)[0][0].name
 
     assert first(learns=True) == "reference"
