@@ -1,5 +1,5 @@
-"""What errors say: whether memory ran out, a file was damaged, or a kernel has a known fault; which line of the user's
-code raised them; and why something cannot be pickled.
+"""Why a kernel cannot run a call, and what errors say: whether memory ran out, a file was damaged, or a kernel has a
+known fault; which line of the user's code raised them; and why something cannot be pickled.
 
 A process pickles what it sends through a queue, as a worker of a DataLoader does, in a thread of the queue. Python only
 prints an error of that thread, and the receiving process waits forever. There an object that cannot be pickled is
@@ -23,6 +23,13 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+
+
+class Unfit(Exception):
+    """Error of a kernel that cannot run a call, which only the values of its tensors tell, or torch.
+
+    `Kernel.forms` raises it where forms are made of values, `Kernel.ready` where torch is asked about q, k and v.
+    """
 
 
 def is_wrong_bound(error: Exception) -> bool:

@@ -36,13 +36,6 @@ class Unavailable(Exception):
     """Error of a backend that cannot compile a call, or finds no kernel."""
 
 
-class Unfit(Exception):
-    """Error of a kernel that cannot run a call, which only the values of its tensors tell, or torch.
-
-    `Kernel.forms` raises it where forms are made of values, `Kernel.ready` where torch is asked about q, k and v.
-    """
-
-
 class _DifferentiatedOnce(torch.autograd.Function):
     """Gradients, unchanged, with an error in place of their derivatives, which autograd alone may take for 0."""
 

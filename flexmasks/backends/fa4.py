@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -67,7 +67,7 @@ def _refuses_starts(call: Call) -> str | None:
     if intervals is None or call.q_offset is not None:
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
-            "offsets; it would have to read documents given by ids"
+            "offsets, or outside of torch.compile by ids of documents"
             f"{', and where queries start' if call.is_traced else ''}"
         )
     # The kernel must be told of no more keys than there are, and nobody reads where the queries start.
@@ -104,14 +104,13 @@ def kernel(call: Call) -> Kernel:
     if call.pages is not None or call.mask.window is None:
         return _to_ends(call)
     batch, heads, length, _ = call.q.shape
-    window = call.mask.window
     return Fa4Kernel(
-        replace(window, sequences=None),
-        has_sequences=window.sequences is not None,
+        call.mask.window,
+        lengths=(length, call.k.shape[2]),
         scale=call.scale,
         cap=call.cap,
         with_lse=call.with_lse,
-        by_head=(heads, length) if batch > 1 and heads == call.k.shape[1] else None,
+        by_head=heads if batch > 1 and heads == call.k.shape[1] else None,
         is_traced=call.is_traced,
     )
 
@@ -133,7 +132,7 @@ def _announce(call: Call) -> None:
 
 def _in_what(call: Call) -> str:
     window = call.mask.window
-    in_sequences = window is not None and window.sequences is not None
+    in_sequences = window is not None and window.has_sequences
     return "pages" if call.pages is not None else "sequences" if in_sequences else ""
 
 
@@ -190,25 +189,25 @@ class VarlenForm(NamedTuple):
 class Fa4Kernel(_Fa4):
     """FlashAttention 4 for windows, also inside sequences."""
 
-    window: Window  # without its sequences
-    has_sequences: bool
+    window: Window
+    lengths: tuple[int, int]  # numbers of queries and of keys
     scale: float | None
     cap: float | None  # cap of a soft-cap
     with_lse: bool
-    by_head: tuple[int, int] | None = None  # heads and length of calls that may be read head by head
+    by_head: int | None = None  # heads of calls that may be read head by head
     is_traced: bool = False  # torch.compile traces the call
 
     key = "fa4"
 
     def forms(self, plans: Plans) -> tuple[VarlenForm | None]:
-        if not self.has_sequences:
+        if not self.window.has_sequences:
             return (None,)
-        sequences = plans.mask.window.sequences()
+        sequences = plans.mask.sequences()
         by_head = None
-        if self.by_head is not None and sequences.q is sequences.kv:
+        if self.by_head is not None and sequences.kv is None:
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
-            is_searched_fast = self.by_head[0] * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
-            by_head = sequences.of_heads(*self.by_head) if is_searched_fast else None
+            is_searched_fast = self.by_head * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
+            by_head = sequences.of_heads(self.by_head, self.lengths[0]) if is_searched_fast else None
         return (VarlenForm(sequences, by_head),)
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
@@ -233,12 +232,13 @@ class Fa4Kernel(_Fa4):
     def _in_sequences(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
     ) -> tuple[Tensor, Tensor]:
-        sequences = form.sequences
-        if sequences.q is not sequences.kv:
+        if self.window.by_look:  # then there is no padding
+            return self._over_all_tokens(q, k, v, sinks, form)
+        count, kv_count = form.sequences.counts.split(1)
+        if form.sequences.kv is not None:
             # Keys in padding that meet no query may get no gradient at all.
-            k, v = (fa4_kernel.hide_padding(x, 2, sequences.counts[1], 0.0) for x in (k, v))
+            k, v = (fa4_kernel.hide_padding(x, 2, kv_count, 0.0) for x in (k, v))
         out, lse = self._over_all_tokens(q, k, v, sinks, form)
-        count = sequences.counts[0]
         lse_of_nothing = -torch.inf if sinks is None else sinks[:, None]
         return fa4_kernel.hide_padding(out, 2, count, 0.0), fa4_kernel.hide_padding(lse, 2, count, lse_of_nothing)
 
@@ -278,8 +278,9 @@ class Fa4Kernel(_Fa4):
         left, right = None if left is None else left - shift, None if right is None else right + shift
         arguments = {"softmax_scale": self.scale, **fa4_kernel.window_arguments(left, right)}
         if sequences is not None:
-            arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
-            arguments |= {"max_seqlen_q": sequences.longest[0], "max_seqlen_k": sequences.longest[1]}
+            kv = sequences.q if sequences.kv is None else sequences.kv
+            arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": kv}
+            arguments |= {"max_seqlen_q": self.lengths[0], "max_seqlen_k": self.lengths[1]}
         return arguments
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, Unfit, exports_any_length
+from flexmasks.backends.call import Call, exports_any_length
 from flexmasks.backends.exact import (
     CONSTANT,
     KILLERS,
@@ -28,6 +28,7 @@ from flexmasks.backends.exact import (
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.context import is_capturing
+from flexmasks.errors import Unfit
 from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, next_power_of_2
 from flexmasks.plans.mask_plan import MaskPlan
 

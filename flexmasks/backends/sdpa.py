@@ -18,10 +18,10 @@ from flexmasks.backends.call import (
     Inputs,
     Kernel,
     Ready,
-    Unfit,
     exports_any_length,
     with_gradients_once,
 )
+from flexmasks.errors import Unfit
 from flexmasks.plans.windows import Window
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -31,7 +31,7 @@ _NO_KERNEL = "torch has no fused kernel for this call"
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
     window = call.mask.window
-    is_known = window is not None and window.left is None and window.sequences is None
+    is_known = window is not None and window.left is None and not window.has_sequences
     if window is None or not is_known or (window.right is not None and (window.right, window.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
     if call.context.is_transformed:

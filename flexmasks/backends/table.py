@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
-from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, Unfit, first_line
+from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, first_line
 from flexmasks.cache import FACT, KINDS, Part
-from flexmasks.errors import passing_error
+from flexmasks.errors import Unfit, passing_error
 from flexmasks.plans.score_plan import ScorePlan
 
 _log = logging.getLogger("flexmasks")
@@ -118,7 +118,7 @@ def _fastest_first(call: Call) -> list[Backend]:
     if fa4_package.refuses_package(call) is None:
         window = call.mask.window
         flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
-        if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
+        if flop < _FA4_MIN_FLOP and not (window is not None and window.has_sequences):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flex_flash 3.2 full blocks, and flex 1.4 of its
         # own, which are 1.5 of flex_flash's (forward and backward pass, H200). Of documents of 200 to 600 tokens the

@@ -2,10 +2,13 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import Size, at, check_covers_queries, register_mask
+from flexmasks.spec import Size, at, check_covers_queries, in_documents, register_mask
 
 
-@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]})
+@register_mask(
+    example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]},
+    band=lambda size, document_ids: in_documents(size, document_ids),
+)
 def document(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Annotated[Tensor, "int[S] | int[B, S]"]
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.lists import lists_of
+from flexmasks.errors import Unfit
 from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
 from flexmasks.plans.data import CannotBeData
 from flexmasks.plans.sizes import Offset, sized
@@ -46,7 +47,7 @@ class Launch:
         try:
             again = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
             made, own = _Parts(self.ready.kernel.forms(again)), _Parts(self.ready.forms)
-        except (Opaque, CannotBeData):  # the next call says what is wrong
+        except (Opaque, CannotBeData, Unfit):  # the next call says what is wrong
             return None
         if own.others != made.others:
             return None

@@ -23,6 +23,7 @@ from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
+from flexmasks.errors import Unfit
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
@@ -42,6 +43,7 @@ from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unrea
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
+from flexmasks.spec.bands import Sequences, band_of
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
@@ -49,6 +51,7 @@ from flexmasks.spec.values import Mask
 
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
+_ROOM = 64  # the least, for documents that are sequences
 _FIRST = "these are the first tensors of their shapes"
 # Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on, where no
 # values can be read. Marks of padding follow each other. Documents of more than 1,400 tokens are faster on flex_flash,
@@ -59,6 +62,7 @@ _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask co
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 _BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
 _WHOLE: Part[Whole] = Part(PLANS, "whole")
+_SEQUENCES: Part[Sequences] = Part(PLANS, "sequences")
 _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
 _DATA: Part[MaskData] = Part(PLANS, "data")
 # Facts about the first masks of their kinds.
@@ -162,6 +166,23 @@ class MaskPlan(ModifierPlan):
         if self.opaque or self.is_given or not isinstance(self.offset, int):
             return None
         return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+
+    def sequences(self) -> Sequences:
+        """The sequences of the window. Raises Unfit where values show that there are none."""
+        if not cast(Window, self.window).by_look:
+            return self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, 0))
+        if is_capturing(self.size.device):
+            raise Unfit("only values show whether documents lie end to end, and a CUDA graph captures the call")
+        # Like tensors have as much room, so that nothing compiles again, and a plan can be updated.
+        while True:
+            room = self._programs.get("room", _ROOM)
+            made = self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, room), room)
+            count = int(made.counts[0])
+            if count < 0:
+                cast(Any, band_of(self.mask, unread(self.size, self.offset))).check()
+            if abs(count) <= room:
+                return made
+            self._programs["room"] = 1 << (2 * abs(count) - 1).bit_length()
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
@@ -408,7 +429,7 @@ class MaskPlan(ModifierPlan):
         window = self.window
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
-            return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
+            return _UNKNOWN_FRACTION if window.has_sequences else window.pairs(self.size.q_len) / pairs
         return self._prepared.computed_fraction if self.size.may_read else _UNKNOWN_FRACTION
 
     def is_mostly_partial(self, rows: int) -> bool:
@@ -544,6 +565,11 @@ class GivenPlan:
 
     def is_mostly_partial(self, rows: int) -> bool:
         return False
+
+
+def _sequences_of(room: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
+    sequences = cast(Any, band_of(mask, size)).sequences(room)
+    return [t for t in sequences if t is not None]
 
 
 def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:

@@ -94,6 +94,7 @@ class ModifierPlan:
         (
             "size", "offset", "lifted", "opaque", "unreadable", "holds_aliases", "_structure", "_key", "_kind_key",
             "kernel_key", "open_extents", "block_size", "_allows_bounds", "_exact", "_lists", "_programs",
+            "window",
         )
     )  # fmt: skip # attributes that do not change with tensors
 
@@ -269,14 +270,16 @@ class ModifierPlan:
         cache: Part[_P],
         form: Callable[..., _P],
         make: Callable[[Any, Offset, Size], Sequence[Tensor]],
+        *variant: Hashable,
     ) -> _P:
         """The tensors of a form, cached or made.
 
         make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
             unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
             kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
+        variant: what else the operations depend on.
         """
-        program = self._program(form)
+        program = self._program(form, *variant)
         if program is not None:
             self._check_values()
             return form(*program(self.inputs))
@@ -288,19 +291,19 @@ class ModifierPlan:
 
         def build() -> _P:
             self._check_values()
-            return form(*self._recorded_tensors(form, run))
+            return form(*self._recorded_tensors((form, *variant), run))
 
-        return self._cached(cache, build)
+        return self._cached(cache, build, *variant)
 
     def _check_values(self) -> None:
         """Check the values of tensors where the host reads them at once."""
         raise NotImplementedError
 
-    def _recorded_tensors(self, name: Hashable, run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
+    def _recorded_tensors(self, name: tuple[Hashable, ...], run: Callable[[Any, Offset], list[Tensor]]) -> list[Tensor]:
         capturing, inputs = is_capturing(self.size.device), self.inputs
         if self._kind_key is None or not self.size.may_read:
             return run(self.value, self.offset)
-        kind_key = self._kind_of(name)
+        kind_key = self._kind_of(*name)
         program = PROGRAMS.get(kind_key)
         is_first = program is None
         if program is None:
@@ -317,7 +320,7 @@ class ModifierPlan:
             self._record(program, lambda: Recorded(run_with, inputs))
         tensors = run(self.value, self.offset) if program.recorded is None else program.recorded(inputs)
         if program.recorded is not None:
-            self._programs[name,] = program.recorded
+            self._programs[name] = program.recorded
         if is_first and not capturing:
             PROGRAMS.put(kind_key, (), program, ENTRY + memory_of_graph(sum(t.nbytes for t in tensors)))
         return tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.plans.sizes import Offset
-from flexmasks.spec.bands import Band, Sequences, band_of, intersection
+from flexmasks.spec.bands import Band, band_of, intersection
 from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -30,7 +29,8 @@ class Window:
     right: int | None
     offset: int
     keys: tuple[int, int]  # first, stop: all other keys are hidden from all queries
-    sequences: Callable[[], Sequences] | None
+    has_sequences: bool  # the window is inside sequences, see `MaskPlan.sequences`
+    by_look: bool = False  # only values show whether it is
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the part of keys or values [B, H, KV, D] that some query sees."""
@@ -56,7 +56,9 @@ def window_of(mask: Mask, size: Size) -> Window | None:
     if band is None:
         return None
     if band.sequences is not None:
-        return None if size.q_offset else Window(band.left, band.right, 0, (0, size.kv_len), band.sequences)
+        return (
+            None if size.q_offset else Window(band.left, band.right, 0, (0, size.kv_len), True, band.check is not None)
+        )
     left, right, offset, end = band.left, band.right, size.q_offset, size.q_offset + size.q_len
     first = 0 if left is None else max(0, offset - left)
     stop = size.kv_len if right is None else torch.sym_min(size.kv_len, end + right)
@@ -66,7 +68,7 @@ def window_of(mask: Mask, size: Size) -> Window | None:
         right = None
     if left is not None and _holds(end - 1 - left <= first):
         left = None
-    return Window(left, right, offset - first, (first, stop), None)
+    return Window(left, right, offset - first, (first, stop), False)
 
 
 def _holds(condition: Any) -> bool:

@@ -9,32 +9,34 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from flexmasks.errors import Unfit
 from flexmasks.spec.definitions import AND
-from flexmasks.spec.parameters import Size, check_returned
+from flexmasks.spec.parameters import Size, can_be_read, check_returned
 from flexmasks.spec.values import Mask, Score
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Sequences laid end to end over all batch elements.
+class Sequences(NamedTuple):
+    """Sequences laid end to end over all batch elements. They cover all tokens.
 
-    The host does not read where padding starts. So the sequences cover all tokens: padding is in sequences of its own,
-    and kernels must hide what they compute there.
+    The host does not read where padding starts, so padding is in sequences of its own, and kernels must hide what they
+    compute there.
     """
 
     q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
-    kv: Tensor  # the same for keys
-    longest: tuple[int, int]  # upper bounds of the lengths of sequences of queries, and of keys
-    counts: tuple[Tensor, Tensor]  # numbers of queries and of keys before the padding in each batch element, int64[1]
+    # int64[2]: the numbers of queries and of keys before the padding in each batch element. If the band says that the
+    # host must look: the number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
+    counts: Tensor
+    kv: Tensor | None = None  # as q for keys; None if they are the same
 
     @property
     def nbytes(self) -> int:
-        return self.q.nbytes + self.kv.nbytes
+        return self.q.nbytes + (0 if self.kv is None else self.kv.nbytes)
 
     def of_heads(self, heads: int, length: int) -> Sequences:
         """The sequences of [B, H, S, D], read as one line head after head, of self-attention over `length` tokens."""
@@ -42,8 +44,7 @@ class Sequences:
         steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
         # An empty sequence at the end of a batch element counts as one of the next batch element, if there is a next.
         line = torch.minimum(starts + steps * length, end).flatten().sort().values
-        q = torch.cat([line, end]).int()
-        return Sequences(q, q, self.longest, self.counts)
+        return Sequences(torch.cat([line, end]).int(), self.counts)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,12 @@ class Band:
 
     left: int | None = None  # the number of keys before the query's position; None for no bound
     right: int | None = None
-    sequences: Callable[[], Sequences] | None = None  # None for one sequence of all tokens
+    # Makes the sequences, with room for so many, by operations of fixed shapes. None for one sequence of all tokens.
+    sequences: Callable[[int], Sequences] | None = None
     has_other_keys: bool = False  # whether the keys of sequences start elsewhere than their queries
+    # Raises Unfit if ids that do not ascend are no sequences. None if the host need not look; there is no padding
+    # where it must.
+    check: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,35 @@ def in_sequences(
     return replace(band, sequences=sequences, has_other_keys=kv_offsets is not None)
 
 
-def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_length: int | None) -> Sequences:
+def in_documents(size: Size, document_ids: Tensor) -> Band | None:
+    """Return the band of documents that lie end to end, if a look at their ids can show later that they do.
+
+    document_ids: int[S] or int[B, S], of each query and key.
+    """
+    if not (size.q_len == size.kv_len == document_ids.shape[-1] and can_be_read(document_ids)):
+        return None
+    sequences = functools.partial(_of_ids, size.batch, document_ids)
+    return Band(sequences=sequences, check=functools.partial(_check_ids, document_ids))
+
+
+def _of_ids(batch: int, ids: Tensor, room: int) -> Sequences:
+    ids = ids.expand(batch, -1)
+    later, earlier = ids[:, 1:], ids[:, :-1]
+    starts = F.pad(later != earlier, (1, 0), value=True)
+    count = torch.where((later < earlier).any(), -starts.sum(), starts.sum())
+    at = torch.nonzero_static(starts.flatten(), size=room, fill_value=ids.numel()).flatten()
+    return Sequences(F.pad(at, (0, 1), value=ids.numel()).int(), F.pad(count[None], (0, 1)))
+
+
+def _check_ids(ids: Tensor) -> None:
+    documents, runs = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids.sort().values, ids))
+    if not torch.equal(documents, runs):
+        raise Unfit("it knows documents that lie end to end, and one has tokens on both sides of another one")
+
+
+def _with_padding(
+    size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_length: int | None, room: int
+) -> Sequences:
     """Return the sequences of all batch elements without reading a value.
 
     The queries and keys behind the last sequence of a batch element follow in sequences of at most `max_length` tokens,
@@ -162,10 +195,10 @@ def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_le
     starts = offsets.long()
     q = _lay(starts, size.batch, size.q_len, longest[0], count)
     if kv_offsets is None and size.q_len == size.kv_len:
-        return Sequences(q, q, (longest[0], longest[1]), (starts[-1:], starts[-1:]))
+        return Sequences(q, starts[-1:].expand(2).clone())
     kv_starts = starts if kv_offsets is None else kv_offsets.long()
     kv = _lay(kv_starts, size.batch, size.kv_len, longest[1], count)
-    return Sequences(q, kv, (longest[0], longest[1]), (starts[-1:], kv_starts[-1:]))
+    return Sequences(q, torch.stack([starts[-1], kv_starts[-1]]), kv)
 
 
 def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
 from benchmarks.examples import on_device
-from flexmasks import compat, road
+from flexmasks import Mask, compat, road
 from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
+from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
 from flexmasks.context import Context
+from flexmasks.errors import Unfit
 from flexmasks.kernels import tanh
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
 from flexmasks.road import plan_call
@@ -92,12 +97,13 @@ def test_the_window_that_kernels_show_is_the_mask(data: st.DataObject) -> None:
 def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_total: int) -> Tensor:
     """Return the visible pairs of all sequences laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
-    starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
-    assert sequences.q.dtype == sequences.kv.dtype == torch.int32
+    kv = sequences.q if sequences.kv is None else sequences.kv
+    starts, kv_starts = sequences.q.tolist(), kv.tolist()
+    assert sequences.q.dtype == kv.dtype == torch.int32
     assert (starts[-1], kv_starts[-1]) == (total, kv_total)
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
-        alone = Window(window.left, window.right, m - n, (0, m), None)  # kernels align the ends
+        alone = Window(window.left, window.right, m - n, (0, m), False)  # kernels align the ends
         shown[start : start + n, kv_start : kv_start + m] = _shown_by_window(alone, n, m)
     return shown
 
@@ -107,9 +113,8 @@ def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def _sequences(window: Window) -> Sequences:
-    assert window.sequences is not None
-    return window.sequences()
+def _sequences(mask: Mask, size: Size) -> Sequences:
+    return MaskPlan(mask, size, lift=False).sequences()
 
 
 def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
@@ -132,14 +137,14 @@ def test_sequences_without_reading_offsets(data: st.DataObject) -> None:
         mask = flexmasks.get_mask("sliding_window", window=data.draw(st.integers(0, 9))) & mask
     window = window_of(mask, _size(batch, length, length))
     assert window is not None
-    sequences = _sequences(window)
-    assert sequences.counts[0].tolist() == [int(offsets[-1])]
+    sequences = _sequences(mask, _size(batch, length, length))
+    assert sequences.counts.tolist() == [int(offsets[-1])] * 2
     want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
     for laid, copies in ((sequences, 1), (sequences.of_heads(heads, length), heads)):
         used, total = _used(offsets, batch * copies, length), copies * batch * length
         assert laid.q.tolist() == sorted(laid.q.tolist())
         assert laid.q[-1] == total
-        assert int(laid.q.diff().max()) <= laid.longest[0] <= max(1, length if bound is None else bound)
+        assert int(laid.q.diff().max()) <= max(1, length if bound is None else bound)
         shown = _shown_in_sequences(window, laid, total, total)
         assert torch.equal(shown[used], torch.block_diag(*want.repeat_interleave(copies, 0)).bool()[used])
         assert not shown[~used][:, used].any()
@@ -163,7 +168,7 @@ def test_sequences_of_other_keys_without_reading_offsets(data: st.DataObject) ->
     each = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0).expand(batch, -1, -1, -1)[:, 0].int()
     want = torch.block_diag(*each).bool()
     used, kv_used = _used(offsets, batch, q_len), _used(kv_offsets, batch, kv_len)
-    shown = _shown_in_sequences(window, _sequences(window), batch * q_len, batch * kv_len)
+    shown = _shown_in_sequences(window, _sequences(mask, _size(batch, q_len, kv_len)), batch * q_len, batch * kv_len)
     assert torch.equal(shown[used], want[used])
     assert not shown[~used][:, kv_used].any()
 
@@ -174,7 +179,6 @@ def test_windows_that_only_values_decide() -> None:
         flexmasks.packed("causal", offsets, offsets),
         flexmasks.packed("causal", offsets, q_start=torch.tensor([0, 0])),
         flexmasks.packed("causal", offsets, q_start=1),
-        flexmasks.get_mask("document", document_ids=torch.zeros(6, dtype=torch.int64)),
     ):
         assert window_of(mask, _size(1, 6, 6)) is None
     mask = flexmasks.packed("full", offsets, offsets, q_start=torch.tensor([0, 2]))
@@ -235,9 +239,9 @@ def test_fa4_hides_padding(
         x.requires_grad_()
     window = window_of(mask, _size(batch, q_len, kv_len))
     assert window is not None
-    sequences = _sequences(window)
+    sequences = _sequences(mask, _size(batch, q_len, kv_len))
     by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
-    kernel, (own_q, own_k, own_v, *own_sinks) = Fa4Kernel(window, True, None, None, True), learned
+    kernel, (own_q, own_k, own_v, *own_sinks) = Fa4Kernel(window, (q_len, kv_len), None, None, True), learned
     out, lse = kernel(own_q, own_k, own_v, *(own_sinks or [None]), VarlenForm(sequences, by_head))
     assert lse is not None
     of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
@@ -326,7 +330,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
         "is_traced": False,
         "pages": None,
         "numbers_of": lambda part: None,
-        "mask": SimpleNamespace(window=Window(None, 0, 0, (0, 200), None)),
+        "mask": SimpleNamespace(window=Window(None, 0, 0, (0, 200), False)),
     }
     return SimpleNamespace(q=q, k=q, v=q, context=Context.now(q.device), **call)
 
@@ -499,10 +503,10 @@ def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: boo
     try:
         window = window_of(mask, size)
         assert window is not None
-        sequences = _sequences(window)
+        sequences = _sequences(mask, size)
         # Without grouped heads, the same tokens are read head by head, as `Fa4Kernel.forms` does.
-        by_head = sequences.of_heads(4, q_len) if sequences.q is sequences.kv and not grouped else None
-        kernel, form = Fa4Kernel(window, True, None, None, True), VarlenForm(sequences, by_head)
+        by_head = sequences.of_heads(4, q_len) if sequences.kv is None and not grouped else None
+        kernel, form = Fa4Kernel(window, (q_len, kv_len), None, None, True), VarlenForm(sequences, by_head)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     out, lse = kernel(q, k, v, None, form)
@@ -686,3 +690,90 @@ def test_a_call_with_sinks_is_another_kind() -> None:
         assert known is not None
         keys.add(known.key)
     assert len(kinds) == len(keys) == 2
+
+
+# --- documents by ids ---
+
+
+def _ids(lengths: list[list[int]], names: str = "ascending") -> Tensor:
+    """Return ids of documents of these lengths for each batch element."""
+    count = max(map(len, lengths))
+    of = {"ascending": torch.arange(count), "any": torch.randperm(count) - 3}[names]
+    return torch.stack([torch.repeat_interleave(of[: len(row)], torch.tensor(row)) for row in lengths])
+
+
+_ROWS = [[3, 40, 1, 1, 55], [100], [25, 25, 25, 25], [1] * 100]
+
+
+@pytest.mark.parametrize("names", ["ascending", "any"])
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("rows", [_ROWS, _ROWS[:1], _ROWS[3:]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_are_sequences(
+    causal: bool, rows: list[list[int]], layout: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4_kernel.Attend, "apply", _attend_in_sequences)
+    ids, batch = _ids(rows, names), len(rows)
+    mask = flexmasks.get_mask("document", document_ids=ids if batch > 1 else ids[0])
+    mask = flexmasks.get_mask("causal") & mask if causal else mask
+    leaves = [torch.randn(batch, 100, 2, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
+    q, k, v = (x.contiguous() if layout == "heads" else x for x in leaves)
+    window = window_of(mask, _size(batch, 100, 100))
+    assert window is not None
+    sequences = _sequences(mask, _size(batch, 100, 100))
+    assert len(sequences.q) - 1 >= sum(map(len, rows))
+    by_head = sequences.of_heads(2, 100) if layout == "heads" else None
+    kernel = Fa4Kernel(window, (100, 100), None, None, True)
+    out, lse = kernel(q, k, v, None, VarlenForm(sequences, by_head))
+    want, want_lse = attend(q, k, v, flexmasks.dense_mask(mask, 100, batch=batch, heads=2))
+    torch.testing.assert_close(out, want)
+    assert lse is not None
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([0, 0, 1, 1, 0, 0], "on both sides"),
+        ([[0, 1, 2, 3, 4, 5], [5, 5, 4, 5, 3, 3]], "on both sides"),
+        ([[5, 4, 3, 2, 1, 0], [1, 1, -1, -1, 0, 0]], None),
+        ([-1, -1, 3, 3, 2**40, 2**40], None),
+    ],
+)
+def test_documents_that_lie_end_to_end(ids: Any, reason: str | None) -> None:
+    """Only values show it, in any order of the ids."""
+    mask = flexmasks.get_mask("document", document_ids=torch.tensor(ids))
+    window = window_of(mask, _size(2, 6, 6))
+    assert window is not None
+    assert window.by_look
+    kernel, plans = Fa4Kernel(window, (6, 6), None, None, True), Plans(MaskPlan(mask, _size(2, 6, 6)))
+    if reason is None:
+        (form,) = kernel.forms(plans)
+        assert form is not None
+        assert form.sequences.kv is None
+    else:
+        with pytest.raises(Unfit, match=reason):
+            kernel.forms(plans)
+
+
+def test_more_documents_than_there_was_room_for() -> None:
+    """Plans of a kind have as much room as the first of them needed, and more once one needs it."""
+    plan = MaskPlan(flexmasks.get_mask("document", document_ids=torch.arange(100) // 50), _size(1, 100, 100))
+    rooms = [len(plan.sequences().q)]
+    for size in (1, 20, 3):
+        ids = torch.arange(100) // size
+        other = plan.template().with_tensors([ids])
+        starts = other.sequences().q
+        rooms.append(len(starts))
+        assert starts.unique().tolist() == [*range(0, 100, size), 100]
+    assert rooms == [65, 257, 257, 257]
+
+
+def test_documents_are_no_sequences_for_other_keys() -> None:
+    mask = flexmasks.get_mask("document", document_ids=torch.arange(9) // 2)
+    assert window_of(mask, _size(1, 4, 9)) is None
+    assert window_of(mask, replace(_size(1, 4, 4), q_offset=5)) is None
+    assert window_of(mask & flexmasks.get_mask("padding", seq_lens=torch.tensor([3])), _size(1, 9, 9)) is None
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.arange(9))
+        assert window_of(flexmasks.get_mask("document", document_ids=fake), _size(1, 9, 9)) is None
