@@ -102,7 +102,7 @@ class ModifierPlan:
         self, value: Modifier, size: Size, offset: Offset = 0, lift: bool = False, aliases: Aliases | None = None
     ) -> None:
         self.value, self.size, self.offset = value, size, offset
-        self._bound_to: tuple[Any, Offset] = value, offset
+        self._bound_to = value, offset
         self.holds_aliases = False
         structure, leaves = flatten(value)
         self._structure, self.tensors = structure, leaves.all_tensors
@@ -139,15 +139,22 @@ class ModifierPlan:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """Return the plan that a template is of, for other inputs of the same layouts."""
-        plan = copy.copy(self)
-        given = list(tensors)
-        in_pieces = [in_one_piece(t if t.requires_grad else t.detach()) for t in given]
+        plan, given = copy.copy(self), list(tensors)
         of_offset = given.pop() if self.offset is None else self.offset
-        plan.tensors, plan.offset, plan.value = given, of_offset, self._structure.fill(given)
-        own_offset = in_pieces.pop() if self.offset is None else self.offset
-        plan._bound_to, plan.is_of_template = (self._structure.fill(in_pieces), own_offset), True
+        plan.tensors, plan.offset, plan.is_of_template = given, of_offset, True
         plan._start()
         return plan
+
+    @functools.cached_property
+    def value(self) -> Modifier:
+        value: Modifier = self._structure.fill(self.tensors)
+        return value
+
+    @functools.cached_property
+    def _bound_to(self) -> tuple[Any, Offset]:
+        """The value and the offset with tensors as kernels take them."""
+        own = [in_one_piece(t if t.requires_grad else t.detach()) for t in self.inputs]
+        return self._structure.fill(own[: len(self.tensors)]), self.offset if isinstance(self.offset, int) else own[-1]
 
     def _program(self, *name: Hashable) -> Any:
         """Return the recorded operations that make a form of new tensors, if plans of this template have them."""
