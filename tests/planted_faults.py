@@ -428,12 +428,6 @@ FAULTS: list[Fault] = [
         ("tests/engine/test_decode.py::test_plans_whose_mask_and_score_change",),
     ),
     Fault(
-        "plans/plan.py",
-        "plan.tensors, plan.offset, plan.value = given, of_offset, self._structure.fill(given)",
-        "plan.tensors, plan.offset, plan.value = given, of_offset, self.value",
-        ("tests/engine/test_plans.py::test_new_tensors_at_every_step",),
-    ),
-    Fault(
         "backends/forms.py",
         "None if offset is None else count(offset), *shapes, call.device_type",
         "*shapes, call.device_type",
