@@ -199,6 +199,11 @@ class Fa4Kernel(_Fa4):
 
     key = "fa4"
 
+    def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
+        if self.window.by_look:
+            return "none: the kernel is told where documents start; the host looks at new ids once, and waits for them"
+        return "none: the kernel is told where sequences start" if self.window.has_sequences else ""
+
     def forms(self, plans: Plans) -> tuple[VarlenForm | None]:
         if not self.window.has_sequences:
             return (None,)

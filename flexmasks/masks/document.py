@@ -17,8 +17,8 @@ def document(
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
 
     Combine it with `causal` for packed language modeling: `causal() & document(document_ids=...)`. For documents
-    that lie end to end, with another mask inside each, such as a prefix LM, use `packed`. For queries and keys that are
-    packed differently, use `cross_document`.
+    that lie end to end, with another mask inside each, such as a prefix LM, use `packed`, whose values no host has to
+    read. For queries and keys that are packed differently, use `cross_document`.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;
