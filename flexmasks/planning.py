@@ -76,9 +76,9 @@ class Plan(HeldPlan):
         """Give tensors of the mask or score new values, and plan with them in the same memory.
 
         A CUDA graph that was captured with the plan then computes with the new values. A backward pass of an earlier
-        call that still needs the old values raises torch's own error, also one that an activation checkpoint is to
-        make again. Where blocks come as bounds, as on a GPU after the first update of a kind, the host waits for
-        nothing.
+        call has the gradients of the old values, or raises torch's own error if it needs to read them from the plan, as
+        where an activation checkpoint is to make the call again. Where blocks come as bounds, as on a GPU after the
+        first update of a kind, the host waits for nothing.
 
         Args:
             **tensors: new values by the names of parameters or captured variables, or as q_offset; tensors of the same

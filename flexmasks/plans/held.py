@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -14,15 +15,14 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.lists import lists_of
 from flexmasks.errors import Unfit
-from flexmasks.plans.checks import ATTENTION, INT_DTYPES, described, fail
+from flexmasks.plans.checks import ATTENTION, described, fail
 from flexmasks.plans.data import CannotBeData
 from flexmasks.plans.sizes import Offset, sized
-from flexmasks.spec.parameters import Size, describe, in_message, listed
+from flexmasks.spec.parameters import Size, describe, in_message, is_dense, listed
 from flexmasks.spec.structure import Opaque, Structure, Walk, flatten, plain_key
 from flexmasks.spec.values import AsAttentionMask, Mask, Modifier, Score
 
 _HOST = torch.device("cpu")
-_COMPARED = {torch.uint8, *INT_DTYPES}  # whole numbers that torch compares with each other
 _MAX_LAUNCHES = 64  # kinds of calls that one plan remembers
 _LOCK = threading.RLock()  # held by a call that has seen a change, or keeps a launch if there is none
 State = tuple[list[int], list[Hashable]]  # versions of a plan's tensors, and keys of its functions with what they read
@@ -32,55 +32,54 @@ State = tuple[list[int], list[Hashable]]  # versions of a plan's tensors, and ke
 class Launch:
     """A kernel with its forms, which a plan has made ready for one kind of call.
 
-    plans: what the forms were made of. None if they cannot be made again in the same memory.
+    plans: what the forms were made of; a plan without tensors, which is never updated, needs none.
     """
 
     ready: Any
     plans: Any = None
     is_in_graph: bool = False  # a CUDA graph holds it
 
-    def with_new_values(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the tensors that the kernel reads, each with its new value, or None if they cannot have it."""
-        if self.plans is None:
-            return None
+    def again(self) -> Any:
+        """Return the kernel with forms of new values, or None if they cannot be made: the next call says why."""
         mask, score = self.plans[:2]
         try:
-            again = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
-            made, own = _Parts(self.ready.kernel.forms(again)), _Parts(self.ready.forms)
-        except (Opaque, CannotBeData, Unfit):  # the next call says what is wrong
+            plans = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
+            return self.ready._replace(forms=self.ready.kernel.forms(plans))
+        except (Opaque, CannotBeData, Unfit):
             return None
-        if own.others != made.others:
-            return None
-        pairs = zip(own.tensors, made.tensors, strict=True)
-        return [(old, new) for old, new in pairs if old.data_ptr() != new.data_ptr()]
+
+    def in_place(self, again: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that a CUDA graph reads, each with its new value."""
+        old, new = list(_parts(self.ready.forms)), list(_parts(again and again.forms))
+        if list(map(_fixed, old)) != list(map(_fixed, new)):
+            raise RuntimeError(
+                "flexmasks.Plan.update: a CUDA graph holds a call whose tensors have other shapes for these values; "
+                "capture it again with a new plan."
+            )
+        return [(x, y) for x, y in zip(old, new, strict=True) if isinstance(x, Tensor) and x.data_ptr() != y.data_ptr()]
 
 
-class _Parts:
-    """The tensors in forms, and what else there is: shapes, numbers, keys of functions."""
+def _parts(part: Any) -> Iterator[Any]:
+    """Yield the tensors in forms, and what else there is: lengths, numbers, keys of functions."""
+    if isinstance(part, compat.BlockMask):
+        part = lists_of(part), part.mask_mod, part.seq_lengths, part.BLOCK_SIZE
+    elif is_dataclass(part):
+        part = [getattr(part, field.name) for field in fields(part)]
+    elif callable(part):
+        structure, leaves = flatten(part)
+        yield structure.key
+        part = leaves.tensors
+    if isinstance(part, tuple | list):
+        yield len(part)
+        for inner in part:
+            yield from _parts(inner)
+    else:
+        yield part
 
-    def __init__(self, forms: Any) -> None:
-        self.tensors: list[Tensor] = []
-        self.others: list[Any] = []
-        self._take(forms)
 
-    def _take(self, part: Any) -> None:
-        if isinstance(part, Tensor):
-            self.tensors.append(part)
-            self.others.append((part.shape, part.dtype))
-        elif isinstance(part, compat.BlockMask):
-            self._take((lists_of(part), part.mask_mod, part.seq_lengths, part.BLOCK_SIZE))
-        elif isinstance(part, tuple | list):
-            self.others.append(len(part))
-            for inner in part:
-                self._take(inner)
-        elif is_dataclass(part):
-            self._take([getattr(part, field.name) for field in fields(part)])
-        elif callable(part):
-            structure, leaves = flatten(part)
-            self.others.append(structure.key)
-            self._take(leaves.tensors)
-        else:
-            self.others.append(part)
+def _fixed(part: Any) -> Any:
+    """Return what of a part a CUDA graph cannot read anew."""
+    return (part.shape, part.dtype) if isinstance(part, Tensor) else part
 
 
 @dataclass
@@ -139,7 +138,7 @@ class HeldPlan(AsAttentionMask):
             self._functions = self._present_functions()
         is_sized = self.sizes.batch is not None and self.sizes.heads is not None
         if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
-            self._check_values(self.mask, self.score, self.q_offset)
+            self._check_values()
         self.owns_tensors = True
 
     def _own_tensors(self, walk: Walk, structure: Structure, of_offset: list[Tensor]) -> None:
@@ -197,39 +196,40 @@ class HeldPlan(AsAttentionMask):
             )
 
     def update(self, **given: Any) -> None:
-        """Replace values of tensors, and all that was planned with them, in the same memory."""
+        """Replace values of tensors, and all that was planned with them; what CUDA graphs read, in its memory."""
         if not self.owns_tensors:
             raise ValueError(
                 "flexmasks.Plan.update: the plan has no tensors of its own, because its mask or score learns or reads "
                 "variables that cannot be copied; calls see changes of these by themselves."
             )
-        new = {name: self._checked(name, value) for name, value in given.items()}
-        if self.sizes.device == _HOST:
-            self._check_new_values(new)
-        held = [key for key, launch in self.launches.items() if launch.is_in_graph and launch.plans is None]
-        if held:
-            raise RuntimeError(
-                "flexmasks.Plan.update: a CUDA graph holds a call whose backend reads values of tensors when it plans; "
-                "capture it again with a new plan, or choose another backend."
-            )
-        places = [(own, value) for name, value in new.items() for own in self.tensors[name]]
+        new = [(own, value) for name in given for own, value in self._checked(name, given[name])]
         is_known = self._versions == self._present_versions()  # else calls see that somebody wrote into the tensors
+        can_check = self._can_check_values()
         with torch.inference_mode(False), torch.no_grad():
-            former = [(own, own.clone()) for own, _ in places]
-            _write(places)
+            former = [(own, own.clone()) for own, _ in new]
+            _write(new)
             try:
-                pairs = self._with_new_values()
+                if can_check:
+                    self._check_values()
+                again = {key: launch.again() for key, launch in self.launches.items()}
+                in_graphs = [launch.in_place(again[key]) for key, launch in self.launches.items() if launch.is_in_graph]
             except Exception:
                 _write(former)
                 self._versions = self._present_versions() if is_known else self._versions
                 raise
         with torch.inference_mode():  # what a call inside it has made can be written nowhere else
-            _write(pairs)
+            for pairs in in_graphs:
+                _write(pairs)
+        self.launches = {
+            key: launch if launch.is_in_graph else replace(launch, ready=again[key])
+            for key, launch in self.launches.items()
+            if again[key] is not None
+        }
         self._versions = self._present_versions()
 
-    def _checked(self, name: str, value: Any) -> Tensor:
-        """The new value of a tensor, in its dtype."""
-        if name not in self.tensors or not name:
+    def _checked(self, name: str, value: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return the plan's tensors of a name, each with its new value in its dtype."""
+        if name not in self.tensors:
             known = ", ".join(f"`{n}`" for n in self.tensors if n) or "none"
             fail(f"the plan has no tensor `{name}`; it has {known}. Numbers are fixed: make a new plan.", call=_UPDATE)
         own = self.tensors[name]
@@ -239,18 +239,12 @@ class HeldPlan(AsAttentionMask):
                 "with another name for the variable.",
                 call=_UPDATE,
             )
-        made = listed(value, _HOST)
-        is_list = made is not value
-        if not isinstance(made, Tensor):
-            fail(f"`{name}` must be {described(own[0])}, got {in_message(value)}.", call=_UPDATE)
-        if made.is_nested or made.layout != torch.strided:
-            fail(f"`{name}` must be a dense tensor, got {described(made)} ({made.layout}).", call=_UPDATE)
-        if {t.shape for t in own} != {made.shape} or not (is_list or made.device == own[0].device):
-            fail(f"`{name}` must be {described(own[0])}, got {described(made)}.", call=_UPDATE)
-        dtype = own[0].dtype
-        if not torch.can_cast(made.dtype, dtype):
-            fail(f"`{name}` must have dtype {dtype}, got {made.dtype}.", TypeError, _UPDATE)
-        if _may_wrap(made, dtype):
+        made, (dtype, device) = listed(value, _HOST), (own[0].dtype, own[0].device)
+        fits = isinstance(made, Tensor) and is_dense(made) and {t.shape for t in own} == {made.shape}
+        if not fits or (made is value and made.device != device):
+            got = described(made) if isinstance(made, Tensor) else in_message(value)
+            fail(f"`{name}` must be {described(own[0])}, got {got}.", call=_UPDATE)
+        if not torch.can_cast(made.dtype, dtype) or _may_wrap(made, dtype):
             fail(f"`{name}` must have dtype {dtype}, got {made.dtype}, whose numbers may not fit.", TypeError, _UPDATE)
         if made.requires_grad or compat.is_wrapped(made):
             fail(
@@ -258,44 +252,25 @@ class HeldPlan(AsAttentionMask):
                 "plan of a tensor that requires a gradient, or that belongs to a transform of torch.func.",
                 call=_UPDATE,
             )
-        return made.to(own[0].device, dtype)
+        return [(t, made.to(device, dtype)) for t in own]
 
-    def _check_new_values(self, new: dict[str, Tensor]) -> None:
-        others = {id(own): value for name, value in new.items() for own in self.tensors[name]}
-        structure, leaves = flatten((self.mask, self.score, self.q_offset))
-        try:
-            self._check_values(*structure.fill([others.get(id(t), t) for t in leaves.tensors]))
-        except (ValueError, TypeError):
-            try:
-                self._check_values(self.mask, self.score, self.q_offset)
-            except (ValueError, TypeError):  # the sizes that are not known are others: the next call checks the values
-                return
-            raise
+    def _can_check_values(self) -> bool:
+        """Whether values are read on the host, at sizes that the present ones fit: others may be those of the calls."""
+        with contextlib.suppress(ValueError, TypeError):
+            return self.sizes.device == _HOST and self._check_values()
+        return False
 
-    def _check_values(self, mask: Mask, score: Score | None, q_offset: Offset) -> None:
+    def _check_values(self) -> bool:
         """Check the values of parameters. Sizes that are not known are those that shapes imply, or 1."""
-        values = [value for value in (mask, score) if value is not None]
+        values, q_offset, sizes = [x for x in (self.mask, self.score) if x is not None], self.q_offset, self.sizes
         of_offset = [len(q_offset)] if isinstance(q_offset, Tensor) else []
         batch = max([1, *of_offset, *(v.implied_size("B") or 1 for v in values)])
         heads = max(v.implied_size("H") or 1 for v in values)
-        sizes = self.sizes
         size = Size(sizes.batch or batch, sizes.heads or heads, sizes.q_len, sizes.kv_len, _HOST)
         size = sized(size, q_offset)
         for value in values:
             value.resolve(size)
-
-    def _with_new_values(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what calls read, with new values, and forget the calls that cannot have them."""
-        found = {key: launch.with_new_values() for key, launch in self.launches.items()}
-        forgotten = [key for key, pairs in found.items() if pairs is None]
-        if any(self.launches[key].is_in_graph for key in forgotten):
-            raise RuntimeError(
-                "flexmasks.Plan.update: a CUDA graph holds a call whose tensors have other shapes for these values; "
-                "capture it again with a new plan."
-            )
-        for key in forgotten:
-            del self.launches[key]
-        return [pair for pairs in found.values() for pair in pairs or ()]
+        return True
 
 
 def _write(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -308,10 +283,8 @@ def _may_wrap(value: Tensor, dtype: torch.dtype) -> bool:
     if value.dtype in (dtype, torch.bool) or dtype.is_floating_point or dtype.is_complex:
         return False
     given, own = torch.iinfo(value.dtype), torch.iinfo(dtype)
-    if own.min <= given.min and given.max <= own.max:
-        return False
-    may_look = value.device == _HOST and {value.dtype, dtype} <= _COMPARED
-    return not may_look or bool((value.to(dtype) != value).any())
+    fits = own.min <= given.min and given.max <= own.max
+    return not fits and (value.device != _HOST or bool((value.to(dtype).double() != value.double()).any()))
 
 
 _UPDATE = "flexmasks.Plan.update"

@@ -18,6 +18,7 @@ import flexmasks
 from flexmasks import road
 from flexmasks.backends.call import Plans, Ready
 from flexmasks.backends.short_gpu import GpuKernel
+from flexmasks.plans import data
 from flexmasks.plans.held import Launch
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -146,7 +147,19 @@ def test_a_bias_that_a_gpu_reads_where_it_lies_keeps_its_launch() -> None:
     kernel = GpuKernel(1.0, False, False, line=None, summand=score.summand()._replace(tensors=()))
     plans = Plans(mask, score)
     score.tensors[0].add_(1)
-    assert Launch(Ready(kernel, kernel.forms(plans)), plans).with_new_values() == []
+    launch = Launch(Ready(kernel, kernel.forms(plans)), plans, is_in_graph=True)
+    assert launch.in_place(launch.again()) == []
+
+
+@pytest.mark.usefixtures("quick_kernels")
+def test_updates_forget_calls_whose_masks_grow_too_large_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tables(9).to(torch.uint8)
+    plan = flexmasks.plan(lambda b, h, q, kv: -ids[q] > ids[kv], LENGTH)
+    flexmasks.attention(*qkv(), mask=plan, backend="flex")
+    assert len(plan.launches) == 1
+    monkeypatch.setattr(data, "_CAPACITIES", (0,))
+    plan.update(ids=tables(200).to(torch.uint8))
+    assert not plan.launches
 
 
 @pytest.mark.parametrize("offsets", [[0, 60, 40, LENGTH], [-3, 5, 40, LENGTH]])
