@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks.backends import fa4_kernel, fa4_package
+from flexmasks.backends import fa4_functions, fa4_package
 from flexmasks.backends.call import (
     Call,
     Inputs,
@@ -242,10 +242,10 @@ class Fa4Kernel(_Fa4):
         count, kv_count = form.sequences.counts.split(1)
         if form.sequences.kv is not None:
             # Keys in padding that meet no query may get no gradient at all.
-            k, v = (fa4_kernel.hide_padding(x, 2, kv_count, 0.0) for x in (k, v))
+            k, v = (fa4_functions.hide_padding(x, 2, kv_count, 0.0) for x in (k, v))
         out, lse = self._over_all_tokens(q, k, v, sinks, form)
         lse_of_nothing = -torch.inf if sinks is None else sinks[:, None]
-        return fa4_kernel.hide_padding(out, 2, count, 0.0), fa4_kernel.hide_padding(lse, 2, count, lse_of_nothing)
+        return fa4_functions.hide_padding(out, 2, count, 0.0), fa4_functions.hide_padding(lse, 2, count, lse_of_nothing)
 
     def _over_all_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
@@ -271,9 +271,9 @@ class Fa4Kernel(_Fa4):
         arguments = self._arguments(q.shape[1], k.shape[1], sequences)
         if self.is_traced:
             in_order = [arguments.get(name) for name in ARGUMENTS]
-            out, lse = fa4_kernel.traced_forward(q, k, v, sinks, *in_order, self.cap, self.with_lse)
+            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, self.cap, self.with_lse)
         else:
-            out, lse = fa4_kernel.Attend.apply(q, k, v, sinks, arguments, self.cap)
+            out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, self.cap)
         return out, lse
 
     def _arguments(self, q_len: int, kv_len: int, sequences: Sequences | None) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class Fa4Kernel(_Fa4):
         shift = 0 if sequences is not None else self.window.offset - (kv_len - q_len)
         left, right = self.window.left, self.window.right
         left, right = None if left is None else left - shift, None if right is None else right + shift
-        arguments = {"softmax_scale": self.scale, **fa4_kernel.window_arguments(left, right)}
+        arguments = {"softmax_scale": self.scale, **fa4_functions.window_arguments(left, right)}
         if sequences is not None:
             kv = sequences.q if sequences.kv is None else sequences.kv
             arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": kv}
@@ -366,7 +366,7 @@ class Fa4EndKernel(_Fa4):
         """
         (ends, table), parts = forms[0], self.parts
         arguments = {"seqused_k": ends, "softmax_scale": self.scale}
-        arguments |= fa4_kernel.window_arguments(self.left, self.right)
+        arguments |= fa4_functions.window_arguments(self.left, self.right)
         q, k, v = with_rows_together(q.detach(), k.detach(), v.detach())
         if table is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -375,7 +375,7 @@ class Fa4EndKernel(_Fa4):
         if parts > 1:
             k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
         with _failures_are_unavailable():
-            out, lse = fa4_kernel.forward(q.transpose(1, 2), k, v, arguments, self.cap)
+            out, lse = fa4_functions.forward(q.transpose(1, 2), k, v, arguments, self.cap)
         return out.transpose(1, 2), lse if self.with_lse else None
 
 

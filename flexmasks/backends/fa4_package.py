@@ -43,7 +43,7 @@ ARGUMENTS = (
     "softmax_scale", "window_size_left", "window_size_right", "causal",
 )  # fmt: skip
 
-# The arguments that the library gives to functions of flash-attn-4, see `fa4_kernel`.
+# The arguments that the library gives to functions of flash-attn-4, see `fa4_functions`.
 _FOR_BOTH = (*ARGUMENTS, "score_mod")
 
 _NEEDED = {

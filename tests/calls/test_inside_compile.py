@@ -46,7 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmasks
 from flexmasks import Mask, flex, inside_compile
-from flexmasks.backends import decode, fa4, fa4_kernel, fa4_package, flex_flash, kernel_tiles, short, table
+from flexmasks.backends import decode, fa4, fa4_functions, fa4_package, flex_flash, kernel_tiles, short, table
 from flexmasks.backends.encoded import Encoded
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.plans.mask_plan import MaskPlan
@@ -1367,14 +1367,14 @@ def test_windows_reach_flash_attention_4(
         return _attend_plainly(*args)
 
     for name, value in (("forward", launch), ("backward", _differentiate_plainly)):
-        monkeypatch.setattr(fa4_kernel, name, value)
+        monkeypatch.setattr(fa4_functions, name, value)
     monkeypatch.setattr(fa4, "MIN_QUERIES", 16)
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     monkeypatch.setattr(fa4_package, "knows_sinks", lambda: True)
     monkeypatch.setattr(table, "_FA4_MIN_FLOP", 0)
     monkeypatch.setattr(table, "_FLASH_MIN_FLOP", math.inf)
     with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
-        for operator in (fa4_kernel.traced_forward, fa4_kernel.traced_backward):
+        for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
             library.impl(operator._opoverload, operator._init_fn, "CPU")
         # Learned sinks are the fourth tensor.
         tensors = [*leaves(), *([torch.tensor([0.5, -1.0])[:HEADS]] if with_sinks else [])]

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flexmasks
 from flexmasks import pages
-from flexmasks.backends import fa4, fa4_kernel, fa4_package
+from flexmasks.backends import fa4, fa4_functions, fa4_package
 from flexmasks.backends import flex_kernels as kernels
 from flexmasks.backends.call import Call, Kernel, Unavailable
 from flexmasks.backends.table import BACKENDS, Backend
@@ -830,7 +830,7 @@ def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPa
         sizes.append(k.shape[1])
         return _attend_to_pages(q, k, *more)
 
-    monkeypatch.setattr(fa4_kernel, "forward", attend)
+    monkeypatch.setattr(fa4_functions, "forward", attend)
     _check_fa4(mask, page_size, "cpu", torch.float32, (64, 48))
     assert {*sizes} == {min(page_size, 128)}
 
@@ -911,7 +911,7 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Unavailable("it is not installed")
 
     monkeypatch.setattr(fa4_package, "interface", interface)  # flex_flash asks for it
-    monkeypatch.setattr(fa4_kernel, "forward", failing)
+    monkeypatch.setattr(fa4_functions, "forward", failing)
     cache, q = Paged([210, 0, 170], 32, 7), torch.randn(3, 4, 150, 32)
     cache.k = cache.k.nan_to_num(0.0)
     cache.v = cache.v.clamp(max=5.0)

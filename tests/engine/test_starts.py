@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks import road
-from flexmasks.backends import fa4_kernel, fa4_package
+from flexmasks.backends import fa4_functions, fa4_package
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -212,7 +212,7 @@ def check_call(name: str, dtype: torch.dtype, sizes: tuple[int, int], device: st
 def _takes_the_place_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a function compute what FlashAttention 4 does."""
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    monkeypatch.setattr(fa4_kernel, "forward", _attend_from_the_end)
+    monkeypatch.setattr(fa4_functions, "forward", _attend_from_the_end)
     flexmasks.clear_caches()
 
 
@@ -274,8 +274,8 @@ def test_long_windows_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is longer than the keys is causal to the kernel, whatever its number."""
     _takes_the_place_of_fa4(monkeypatch)
     given: list[dict[str, Any]] = []
-    forward = fa4_kernel.forward
-    monkeypatch.setattr(fa4_kernel, "forward", lambda *a: given.append(a[3]) or forward(*a))
+    forward = fa4_functions.forward
+    monkeypatch.setattr(fa4_functions, "forward", lambda *a: given.append(a[3]) or forward(*a))
     case = Case((0, 300, 570), 150, 720)
     q, k, v, starts = case.made("cpu")
     for window in (718, 719, 2**31):
@@ -356,7 +356,7 @@ def test_a_failure_is_one_of_such_calls(monkeypatch: pytest.MonkeyPatch) -> None
     def failing(*arguments: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fa4_kernel, "forward", failing)
+    monkeypatch.setattr(fa4_functions, "forward", failing)
     q, k, v, starts = Case((0, 300, 570), 150, 720).made("cpu")
     flexmasks.attention(q, k, v, mask="causal", q_offset=starts)
     assert "no compiler" in _refusal(mask="causal")

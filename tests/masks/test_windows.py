@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import Mask, compat, road
-from flexmasks.backends import fa4, fa4_kernel, fa4_package, flex_flash
+from flexmasks.backends import fa4, fa4_functions, fa4_package, flex_flash
 from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
 from flexmasks.context import Context
@@ -225,7 +225,7 @@ def test_fa4_hides_padding(
     layout: str, bound: int | None, batch: int, sinks: list[float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check a call of FlashAttention 4 whose padding nobody has read; a function takes the kernel's place."""
-    monkeypatch.setattr(fa4_kernel.Attend, "apply", _attend_in_sequences)
+    monkeypatch.setattr(fa4_functions.Attend, "apply", _attend_in_sequences)
     offsets, kv_offsets = torch.tensor([0, 6, 6, 11]), torch.tensor([0, 2, 6, 13])
     mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
     if layout == "other keys":
@@ -712,7 +712,7 @@ _ROWS = [[3, 40, 1, 1, 55], [100], [25, 25, 25, 25], [1] * 100]
 def test_documents_are_sequences(
     causal: bool, rows: list[list[int]], layout: str, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fa4_kernel.Attend, "apply", _attend_in_sequences)
+    monkeypatch.setattr(fa4_functions.Attend, "apply", _attend_in_sequences)
     ids, batch = _ids(rows, names), len(rows)
     mask = flexmasks.get_mask("document", document_ids=ids if batch > 1 else ids[0])
     mask = flexmasks.get_mask("causal") & mask if causal else mask

@@ -1,4 +1,4 @@
-"""FlashAttention 4's kernels with their gradients, also as operators of torch."""
+"""The functions of FlashAttention 4 with their gradients, also as operators of torch."""
 
 from __future__ import annotations
 
