@@ -370,8 +370,7 @@ class MaskPlan(ModifierPlan):
         """A form of tensors alone, cached or made. The host reads values as for `whole`.
 
         form: a NamedTuple of tensors with `nbytes`. Each has a cache of its own.
-        make: makes the tensors, by operations whose shapes depend on shapes only. It reads no values unless the sizes
-            say that it may, see `whole_of`.
+        make: makes the tensors, by operations whose shapes depend on shapes only, which read no values.
         """
         return self._made(cache, form, lambda *given: make(self._sized_like(*given)))
 
