@@ -228,7 +228,7 @@ def made_ready(call: Call, inputs: Inputs, name: str) -> tuple[list[Backend], Re
         chosen = able[0] if name == "auto" else BACKENDS[name]
         try:
             return able, chosen.kernel(call).ready(inputs), reasons
-        except Unfit as reason:
+        except (Unfit, Unavailable) as reason:
             if name != "auto":
                 raise _cannot_run(name, reason) from None
             reasons[able.pop(0).name] = str(reason)
