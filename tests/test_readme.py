@@ -37,7 +37,11 @@ from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
+from flexmasks.backends.call import Plans
+from flexmasks.backends.table import BACKENDS, Backend
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.spec.definitions import is_by_library
+from flexmasks.spec.parameters import Size
 from pages import page
 
 ROOT = Path(__file__).parent.parent
@@ -324,6 +328,33 @@ def test_the_house_names_every_room_and_module() -> None:
             assert f"[`{path.name}/`]({path.name}/)" in house
         elif path.suffix == ".py":
             assert f"`{path.name}`" in house
+
+
+def _code_of_the_house(part: str) -> dict[str, Any]:
+    """Return what the example with some words defines."""
+    house = (ROOT / "flexmasks/README.md").read_text(encoding="utf-8")
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", house, re.DOTALL) if part in code)
+    world: dict[str, Any] = {}
+    exec(example, world)
+    return world
+
+
+def test_the_backend_of_the_house_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = _code_of_the_house('Backend "mine"')
+    mine["my_kernel"] = lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    monkeypatch.setitem(BACKENDS, "mine", Backend("mine", mine["refuses"], mine["kernel"]))
+    q, k, v = torch.randn(3, 1, 2, 10, 16)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(flexmasks.attention(q, k, v, mask="causal", backend="mine"), want)
+    for mask in ("full", flexmasks.packed("causal", [0, 4, 10])):
+        with pytest.raises(ValueError, match="it knows only the mask causal"):
+            flexmasks.attention(q, k, v, mask=mask, backend="mine")
+
+
+def test_the_form_of_the_house_is_made() -> None:
+    kernel = _code_of_the_house("class Firsts")["_Mine"]()
+    plan = MaskPlan(flexmasks.get_mask("sliding_window", window=2), Size(1, 1, 6, 6, torch.device("cpu")))
+    assert kernel.forms(Plans(plan))[0].firsts.tolist() == [[[0, 0, 0, 1, 2, 3]]]
 
 
 @pytest.mark.slow
