@@ -75,18 +75,18 @@ def laid_end_to_end(
             )
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
-    cu_seqlens_q, cu_seqlens_k, cu_seqlens_v = (x.offsets() for x in (q, k, v))
-    may_read = can_be_read(cu_seqlens_k) and can_be_read(cu_seqlens_v)
-    if cu_seqlens_k is not cu_seqlens_v and may_read and not torch.equal(cu_seqlens_k, cu_seqlens_v):
+    offsets, kv_offsets, v_offsets = (x.offsets() for x in (q, k, v))
+    may_read = can_be_read(kv_offsets) and can_be_read(v_offsets)
+    if kv_offsets is not v_offsets and may_read and not torch.equal(kv_offsets, v_offsets):
         fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
         fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
     if request.block_mask is not None:
         fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
-    cu_seqlens_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+    kv_offsets = None if kv_offsets is offsets else kv_offsets
     waits = not is_capturing(q.device)
-    request = inside_sequences(ATTENTION, request, q_dense, k_dense, cu_seqlens_q, cu_seqlens_k, waits)
+    request = inside_sequences(ATTENTION, request, q_dense, k_dense, offsets, kv_offsets, waits)
     return q_dense, k_dense, v_dense, request
 
 
@@ -101,24 +101,23 @@ def inside_sequences(
     request: Request,
     q: Tensor,
     k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
     waits: bool = False,
     max_length: Any = None,
 ) -> Request:
     """Return the request for sequences laid end to end, given a request for each sequence.
 
     q, k: [1, H, total, D].
+    offsets, kv_offsets: as for `packed`.
     waits: see `sequences_aligned`.
     max_length: as for `packed`.
     """
     mask, score = from_arguments(request.mask, request.score, request.params)
     lengths = q.shape[2], k.shape[2]
-    offset = sequences_aligned(
-        call, request.q_offset, cu_seqlens_q, cu_seqlens_k, q.shape[1], lengths, (mask, score), waits
-    )
-    check_offset(call, offset, len(cu_seqlens_q) - 1, q.device)
-    layout = cu_seqlens_q, cu_seqlens_k, offset
-    mask = packed(get_mask("full") if mask is None else mask, *layout, max_length=max_length)
-    score = None if score is None else packed(score, *layout, max_length=max_length)
+    q_start = sequences_aligned(call, request.q_offset, offsets, kv_offsets, q.shape[1], lengths, (mask, score), waits)
+    check_offset(call, q_start, len(offsets) - 1, q.device)
+    places = offsets, kv_offsets, q_start
+    mask = packed(get_mask("full") if mask is None else mask, *places, max_length=max_length)
+    score = None if score is None else packed(score, *places, max_length=max_length)
     return request._replace(mask=mask, score=score, params={}, q_offset=0)

@@ -162,14 +162,12 @@ def run_varlen(
         with unseen(cache.is_traced), under_autocast(q, k, v) as (q, k, v):
             return _run_mixed(q, offsets, cache._replace(k=k, v=v), request)
     check_varlen(q=q, k=k, v=v)
-    cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
-    cu_seqlens_k = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
-    if cu_seqlens_k is None and len(q) != len(k):
+    offsets = sequence_offsets("offsets", offsets, q.device)
+    kv_offsets = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
+    if kv_offsets is None and len(q) != len(k):
         fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = attend(
-        q, k, v, inside_sequences(VARLEN, request, q, k, cu_seqlens_q, cu_seqlens_k, max_length=max_length)
-    )
+    out, lse = attend(q, k, v, inside_sequences(VARLEN, request, q, k, offsets, kv_offsets, max_length=max_length))
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
@@ -288,15 +286,15 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     """Return output and lse (or None) of a call of `varlen_attention` with pages."""
     check_varlen(q=q)
     request = _with_offset(VARLEN, request)
-    cu_seqlens_q = sequence_offsets("offsets", offsets, q.device)
-    check_cache(VARLEN, q, *cache[:4], len(cu_seqlens_q) - 1)
+    offsets = sequence_offsets("offsets", offsets, q.device)
+    check_cache(VARLEN, q, *cache[:4], len(offsets) - 1)
     if request.q_offset is not None:
         check_offset(VARLEN, request.q_offset, len(cache.kv_lens), q.device)
     request = _with_values(request)
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
     inner = with_lse_for_sinks(request)._replace(sink_logits=None)
-    mixed = _mixed(q, cu_seqlens_q, cache, cast(int | Tensor | None, request.q_offset))
+    mixed = _mixed(q, offsets, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if cache.is_traced and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
@@ -387,19 +385,19 @@ def _may_read_pages(q: Tensor, cache: _Cache, request: Request) -> bool:
     return request.q_offset is None and any(b.name != "decode" and not b.lacks() for b in readers)
 
 
-def _mixed(q: Tensor, cu_seqlens_q: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
+def _mixed(q: Tensor, offsets: Tensor, cache: _Cache, q_offset: int | Tensor | None) -> Mixed:
     """Return the batches of a call of `varlen_attention` with pages.
 
     Equal arguments return the same tensors, so that a later call finds what an earlier one made.
     """
     page_table, kv_lens, room = cache.page_table, cache.kv_lens, cache.room
-    given = [cu_seqlens_q, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
+    given = [offsets, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
     is_kept = reads and not is_capturing(q.device)
     key = "mixed", q.device, len(q), len(kv_lens), room, "tensor" if isinstance(q_offset, Tensor) else q_offset
     mixed = _LAYOUTS.get(key, given) if is_kept else None
     if mixed is None:
-        offsets = cu_seqlens_q.long()
+        offsets = offsets.long()
         counts = offsets.diff()
         places = offset_of_last(kv_lens, counts) if q_offset is None else starts_of(q_offset, len(counts), q.device)
         is_cut = reads and reads_at_once(q.device)  # by the numbers of queries

@@ -124,8 +124,8 @@ def _reads_queries(value: Modifier, size: Size) -> bool:
 def sequences_aligned(
     call: str,
     q_offset: Any,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
     heads: int,
     lengths: tuple[int, int],
     values: Sequence[Modifier | None],
@@ -133,27 +133,28 @@ def sequences_aligned(
 ) -> Offset:
     """Return where the queries of sequences start that are laid end to end, see `aligned`.
 
-    cu_seqlens_q, cu_seqlens_k: int[N + 1], of the queries and of the keys; None for keys that lie as the queries do.
+    offsets, kv_offsets: int[N + 1], where the sequences of queries and of keys start and the last one ends; None for
+        keys that lie as the queries do.
     lengths: numbers of all queries and of all keys.
     waits: whether the host may wait for a GPU to read the lengths of sequences.
     """
-    if cu_seqlens_k is not None and len(cu_seqlens_q) != len(cu_seqlens_k):
-        numbers = f"`offsets` has {len(cu_seqlens_q) - 1} sequences, `kv_offsets` has {len(cu_seqlens_k) - 1}"
+    if kv_offsets is not None and len(offsets) != len(kv_offsets):
+        numbers = f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}"
         fail(f"{numbers}; pass the starts and the end of the same sequences.", call=call)
     if q_offset is not None and not isinstance(q_offset, str):
         return cast(Offset, q_offset)
     if isinstance(q_offset, str):
         of_word(call, q_offset, 0, 0)  # raises for another word
-    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q or q_offset == "first":
+    if kv_offsets is None or kv_offsets is offsets or q_offset == "first":
         return 0
-    counts, kv_counts = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    counts, kv_counts = offsets.diff(), kv_offsets.diff()
     may_read = can_be_read(counts) and can_be_read(kv_counts) and (waits or reads_at_once(counts.device))
     if q_offset == "last":
         if may_read and bool((kv_counts < counts).any()):
             n = int((kv_counts < counts).int().argmax())
             of_word(call, "last", int(counts[n]), int(kv_counts[n]))
         return (kv_counts - counts).clamp(min=0)
-    size = replace(unread(Size(len(counts), heads, *lengths, cu_seqlens_q.device), 0), at_most=("S",))
+    size = replace(unread(Size(len(counts), heads, *lengths, offsets.device), 0), at_most=("S",))
     if not any(reads_queries(v, size, if_wrong=True) for v in values if v is not None):
         return 0
     if not may_read:
