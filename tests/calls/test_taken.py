@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -81,6 +82,7 @@ def test_lists(data: st.DataObject) -> None:
     torch.testing.assert_close(got, scaled)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_blocks() -> None:
     """torch's BlockMask as the mask, and those of this library."""
     q, k, v = torch.randn(3, 1, 2, 256, 16)
@@ -104,7 +106,7 @@ def test_other_calls() -> None:
 def test_inside_compile() -> None:
     q, k, v = tensors(torch.float32)
     table, bias = torch.rand(B, 1, 1, KV) > 0.3, torch.randn(H, Q, KV)
-    call = torch.compile(flexmasks.attention, fullgraph=True)
+    call = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         got = call(q, k, v, mask=[table, "full"], score=bias)
     want = F.scaled_dot_product_attention(q, k, v, torch.where(table, bias, -torch.inf))

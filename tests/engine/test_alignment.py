@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import MASK_CASES, Case, dense
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
@@ -61,6 +62,7 @@ def test_a_mask_whose_rows_differ_is_never_placed_by_chance(name: str) -> None:
         assert torch.equal(out, CALLS["attention"](q, k, mask=mask, q_offset=0))
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(names("score").keys() - {"packed"}))
 def test_scores(name: str) -> None:

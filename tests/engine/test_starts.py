@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import TOLERANCE, check_lse, error
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
@@ -98,6 +99,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], **call
     return torch.cat(outs), torch.cat(lses)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["flex", "reference", "short", "decode"])
 @pytest.mark.parametrize("name", RULED)
@@ -147,6 +149,7 @@ def test_the_rule_without_a_call_of_attention(call: Any) -> None:
         call("causal", 40, 100, q_offset=[61, 0], **more)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_the_rule_with_pages() -> None:
     pool, table, lens = torch.randn(2, 6, 16, 2, 8), torch.tensor([[3, 0, 1], [5, 2, 4]]), torch.tensor([48, 30])
     q = torch.randn(2, 4, 20, 8)
