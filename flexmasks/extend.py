@@ -264,7 +264,7 @@ def key_of(value: Mask | Score) -> tuple[Hashable | None, list[Tensor]]:
 
 def add_backend(backend: Backend) -> None:
     """Let `flexmasks.attention` run calls by a kernel of your own: `backend="auto"` asks it before "reference", and its
-    name as `backend` chooses it. Inside torch.compile it is not asked.
+    name as `backend` chooses it. Inside torch.compile it is asked only if it says `can_be_traced`.
 
     Raises ValueError if there is a backend of this name.
 
