@@ -281,9 +281,9 @@ class ModifierPlan:
     ) -> _P:
         """The tensors of a form, cached or made.
 
-        make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
-            unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
-            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording.
+        make: makes the tensors from a value like the plan's, an offset and sizes which say that no value may be read.
+            Its operations are recorded when it is to make them the second time for a kind, on a CPU the 16th time, so
+            that lengths that change at every step cost no recording.
         variant: what else the operations depend on.
         """
         program = self._program(form, *variant)
