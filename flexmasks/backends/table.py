@@ -71,6 +71,7 @@ BACKENDS = {
 # the floating-point operations of a forward pass, over the computed pairs, from which fa4 and flex_flash are faster
 # (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
+_LOOK_MIN_FLOP = 500e9  # from which new ids of documents, at which the host looks, are faster by fa4 in a single call
 _SHORT_MAX_FLOP = 40e9  # over all pairs
 _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as others (H100)
 _SIZE_OF_DEAR_PARTIAL = 64  # of a head, up to which flex_flash is slow in partial blocks without gradients too
@@ -118,7 +119,10 @@ def _fastest_first(call: Call) -> list[Backend]:
     if fa4_package.refuses_package(call) is None:
         window = call.mask.window
         flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
-        if flop < _FA4_MIN_FLOP and not (window is not None and window.has_sequences):
+        least = _FA4_MIN_FLOP
+        if window is not None and window.has_sequences:
+            least = _LOOK_MIN_FLOP if window.by_look else 0
+        if flop < least:
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flex_flash 3.2 full blocks, and flex 1.4 of its
         # own, which are 1.5 of flex_flash's (forward and backward pass, H200). Of documents of 200 to 600 tokens the

@@ -456,22 +456,31 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, v_size: int, grouped: boo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "mask",
-    [
-        flexmasks.get_mask("document", document_ids=_IDS) & flexmasks.get_mask("causal"),
-        flexmasks.packed("causal", [0, 5, 100, 290], [0, 155, 250, 450], q_start=[150, 0, 10]),
-    ],
-    ids=["documents", "causal to the ends"],
-)
-def test_what_only_values_could_decide_is_not_for_fa4(mask: flexmasks.Mask) -> None:
-    """The host would have to read where documents end, or that the last query is at the last key."""
+def test_what_only_values_could_decide_is_not_for_fa4() -> None:
+    """The host would have to read that the last query is at the last key."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    mask = flexmasks.packed("causal", [0, 5, 100, 290], [0, 155, 250, 450], q_start=[150, 0, 10])
     q, k = (torch.randn(1, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (300, 460))
-    k = q if "document" in repr(mask) else k
     explanation = flexmasks.explain(q, k, k, mask=_on_gpu(mask))
     assert explanation.backend != "fa4"
     assert "laid end to end" in explanation.others["fa4"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "length", "lies"), [(1, 300, True), (2, 16384, True), (2, 16384, False)])
+def test_documents_go_to_fa4_where_that_pays(batch: int, length: int, lies: bool) -> None:
+    """Others compute documents that do not lie end to end, and short rows, where a look takes longer than it saves."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    ids = (torch.arange(length, device="cuda") // 100).repeat(batch, 1)
+    if not lies:
+        ids[1, -1] = 0
+    q, k, v = torch.randn(3, batch, 16, length, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = flexmasks.get_mask("document", document_ids=ids) & flexmasks.get_mask("causal")
+    explanation = flexmasks.explain(q, k, v, mask=mask)
+    assert (explanation.backend == "fa4") == (lies and length > 300)
+    assert lies or "on both sides of another" in explanation.others["fa4"]
+    named = flexmasks.attention(q, k, v, mask=mask, backend="fa4" if lies else "flex")
+    assert error(named, flexmasks.attention(q, k, v, mask=mask, backend="flex")) < TOLERANCE[torch.bfloat16]
 
 
 _UNREAD: dict[str, tuple[flexmasks.Mask, int, int, int]] = {  # batch, lengths of queries and keys
