@@ -58,8 +58,8 @@ from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _log = logging.getLogger("flexmasks")
-_NAMES = list(BACKENDS)
 _COMPILED = ("flex_flash", "flex")  # backends that compile the functions of mask and score
+_TRACED = (*_COMPILED, "reference")  # backends for functions that only torch's tracing can read
 _MOST_BITS = 1 << 31  # of a mask that is looked at at each run
 
 
@@ -109,7 +109,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     if results[0].ndim == q.ndim:
         lse = results[1] if request.return_lse else None
         return Result(results[0], lse, has_sinks=request.sink_logits is not None)
-    name, size = _NAMES[results[0].shape[0]], unread(size, q_offset)
+    name, size = _TRACED[results[0].shape[0]], unread(size, q_offset)
     return _run_traced(name, request, mask, score, block_mask, encoded, size, q, k, v, needs_grad)
 
 
@@ -169,7 +169,7 @@ def _attend(
     """Return output, and lse if it is wanted, of a call whose functions are encoded.
 
     If torch must trace the call, the result is a tensor of two dimensions, which is as long as the place of the backend
-    in _NAMES: torch takes only tensors from functions that it does not trace, and knows their lengths while it traces.
+    in _TRACED: torch takes only tensors from functions that it does not trace, and knows their lengths while it traces.
     The choice depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
 
     constants: the text of the backend's name, the size of given blocks, the sizes of the mask, whether the call needs a
@@ -187,10 +187,11 @@ def _attend(
                 plan = cast(MaskPlan, call.mask)
                 at_example, size = over_zeros(plan.mask, plan.size)
                 at_example.resolve(size)
-        name = _chosen(backend, call)
+        must_trace = UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED
+        name = _chosen(backend, call, _TRACED if must_trace else tuple(BACKENDS))
         by_slices = name == "reference" and (q.device.type != "cpu" or call.context.has_transforms)
-        if by_slices or UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED:
-            return (torch.empty(_NAMES.index(name), 0),)
+        if by_slices or must_trace:
+            return (torch.empty(_TRACED.index(name), 0),)
         plans = (encoded.with_numbers(_constant) if name in _COMPILED else encoded).plans(q, k, lists)
         kernel = BACKENDS[name].kernel(replace(call, mask=plans.mask, score=plans.score))
         out, lse, _, has_sinks = Ready(kernel, kernel.forms(plans))(q, k, v, sinks)
@@ -258,14 +259,16 @@ def _without_gradient(part: Any) -> Any:
     return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 
-def _chosen(backend: str, call: Call) -> str:
-    """Return the name of the backend that runs a call."""
+def _chosen(backend: str, call: Call, names: tuple[str, ...]) -> str:
+    """Return the name of the backend that runs a call, one of `names`."""
     if call.score is not None and not call.score.opaque:
         with compat.without_modes():
             note_constants(*over_zeros(call.score.value, call.score.size))
     reason = None if backend == "auto" else why_not(backend, call)
+    if backend not in ("auto", *names):
+        reason = reason or "only torch can read its functions, for flex and the reference"
     if reason is None:
-        name = choose(call)[0][0].name if backend == "auto" else backend
+        name = next(b.name for b in choose(call)[0] if b.name in names) if backend == "auto" else backend
         reason = forms.kills(call) if name in _COMPILED else None
         if reason is None:
             warn_of_order(name, call)

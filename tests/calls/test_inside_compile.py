@@ -47,6 +47,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexmasks
 from flexmasks import Mask, flex, inside_compile
 from flexmasks.backends import decode, fa4, fa4_functions, fa4_package, flex_flash, kernel_tiles, short, table
+from flexmasks.backends.call import Kernel
 from flexmasks.backends.encoded import Encoded
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.plans.mask_plan import MaskPlan
@@ -1457,6 +1458,29 @@ def test_a_backend_that_torch_cannot_trace_is_refused(monkeypatch: pytest.Monkey
     able, reasons = table.choose(call)
     assert reasons["mine"] == "torch.compile does not trace it"
     assert [b.name for b in able][-1] == "reference"
+
+
+class _Ones(Kernel):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any) -> tuple[Tensor, None]:
+        return torch.ones_like(q), None
+
+
+def test_an_added_backend_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs what is encoded. Functions that only torch can read are for those backends that torch knows."""
+    mine = table.Backend("mine", lambda call: None, lambda call: _Ones(), can_be_traced=True)
+    monkeypatch.setitem(table.BACKENDS, "mine", mine)
+    q, n = torch.randn(1, 2, 40, 16), torch.tensor(7)
+
+    def call(backend: str, **more: Any) -> Tensor:
+        compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+        return compiled(q, q, q, mask="causal", backend=backend, **more)
+
+    assert torch.equal(call("mine"), torch.ones_like(q))
+    score = lambda score, b, h, q, kv: score - n * kv  # noqa: E731
+    want = flexmasks.attention(q, q, q, mask="causal", score=score, backend="reference")
+    torch.testing.assert_close(call("auto", score=score), want)
+    with pytest.raises(Exception, match="only torch can read its functions"):
+        call("mine", score=score)
 
 
 @pytest.mark.parametrize(("size", "backend"), [(64, "flex"), (96, "flex_flash")])
