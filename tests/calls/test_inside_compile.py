@@ -1406,10 +1406,9 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
     mask: Callable[[int], Any], length: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    asked = mask(length)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        encoded = Encoded(encode(asked, q.device).values())
+        encoded = Encoded(encode(mask(length), q.device).values())
         for lists in ((), (q,)):  # blocks of the library, and given ones
             call = inside_compile._call_of(encoded.plans(q, k, lists), q, k, v, None, {}, (True, False, False))
             assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
@@ -1488,9 +1487,9 @@ def test_partial_blocks_are_dear_without_gradients_in_small_heads(
     size: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    documents = _causal_and("document", document_ids=torch.zeros(4, 8192, dtype=torch.int64))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q = torch.empty(4, 16, 8192, size, dtype=torch.bfloat16)
+        documents = _causal_and("document", document_ids=torch.zeros(4, 8192, dtype=torch.int64))
         encoded = Encoded(encode(documents, q.device).values())
         call = inside_compile._call_of(encoded.plans(q, q), q, q, q, None, {}, [False] * 3)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flex_flash", "flex")) == backend
