@@ -165,7 +165,8 @@ class MaskPlan(ModifierPlan):
         """The mask as a window that kernels know natively, or None."""
         if self.opaque or self.is_given or not isinstance(self.offset, int):
             return None
-        return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+        window = window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+        return None if window is not None and window.by_look and not self.size.may_read else window
 
     def sequences(self) -> Sequences:
         """The sequences of the window. Raises Unfit where values show that there are none."""
