@@ -1407,7 +1407,6 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
 ) -> None:
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
-        asked = mask(length)
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         encoded = Encoded(encode(mask(length), q.device).values())
         for lists in ((), (q,)):  # blocks of the library, and given ones

@@ -114,7 +114,7 @@ def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
 
 
 def _sequences(mask: Mask, size: Size) -> Sequences:
-    return MaskPlan(mask, size, lift=False).sequences()
+    return MaskPlan(mask, replace(size, may_read=True)).sequences()
 
 
 def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
@@ -755,7 +755,10 @@ def test_documents_that_lie_end_to_end(ids: Any, reason: str | None) -> None:
     window = window_of(mask, _size(2, 6, 6))
     assert window is not None
     assert window.by_look
-    kernel, plans = Fa4Kernel(window, (6, 6), None, None, True), Plans(MaskPlan(mask, _size(2, 6, 6)))
+    kernel, plans = (
+        Fa4Kernel(window, (6, 6), None, None, True),
+        Plans(MaskPlan(mask, replace(_size(2, 6, 6), may_read=True))),
+    )
     if reason is None:
         (form,) = kernel.forms(plans)
         assert form is not None
@@ -767,7 +770,9 @@ def test_documents_that_lie_end_to_end(ids: Any, reason: str | None) -> None:
 
 def test_more_documents_than_there_was_room_for() -> None:
     """Plans of a kind have as much room as the first of them needed, and more once one needs it."""
-    plan = MaskPlan(flexmasks.get_mask("document", document_ids=torch.arange(100) // 50), _size(1, 100, 100))
+    plan = MaskPlan(
+        flexmasks.get_mask("document", document_ids=torch.arange(100) // 50), replace(_size(1, 100, 100), may_read=True)
+    )
     rooms = [len(plan.sequences().q)]
     for size in (1, 20, 3):
         ids = torch.arange(100) // size
