@@ -41,6 +41,7 @@ from flexmasks.request import Request, checked
 from flexmasks.spec.aliases import Aliases
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.definitions import is_by_library
+from flexmasks.spec.parameters import is_dense
 from flexmasks.spec.structure import Opaque, flatten, plain_key, tensors_of, with_tensors
 from flexmasks.spec.values import Mask, Score
 
@@ -259,11 +260,14 @@ def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
 
 def _launch_of_kind(known: Known) -> Launch | None:
     """Return a call with these tensors, made by the kind of a call with other ones, or None."""
-    kind = _CALL_KINDS.get((known.key, *_layouts(known.tensors)))
+    tensors = known.tensors
+    if not tensors or tensors[0].device.type not in _KINDS_ON or not all(map(is_dense, tensors)):
+        return None
+    kind = _CALL_KINDS.get((known.key, *_layouts(tensors)))
     if kind is None:
         return None
     try:
-        plans = kind.plans(known.tensors)
+        plans = kind.plans(tensors)
         return Launch(Ready(kind.kernel, kind.kernel.forms(plans)), plans)
     except Exception as error:  # a form that is planned from the start may raise anything, which that call says
         if passing_error(error) is not None:
