@@ -133,6 +133,7 @@ class Kernel:
 
     key: Hashable = None  # of what was compiled; where there is one, the first call is differentiated
     why_data: str = ""  # why the kernel reads the mask as data, or ""
+    uncompiled: Any = None  # of a kind whose calls wait with compiling, see `waiting.Uncompiled`
 
     def forms(self, plans: Plans) -> tuple[Any, ...]:
         """Return what the kernel reads of mask, score change and pages. Raises Unfit.
@@ -156,7 +157,7 @@ class Kernel:
 
     def compiles(self, forms: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
         """Say whether a call would compile."""
-        return "no: it runs without compiling"
+        return "no: it runs without compiling" if self.uncompiled is None else str(self.uncompiled.says)
 
     def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
         """Say what takes the place of a plan of blocks, or "" if nothing does."""

@@ -65,9 +65,6 @@ class _Reference(Kernel):
     compiler_was_off: bool  # so that no faster backend could be chosen
     uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
-    def compiles(self, forms: tuple[BlocksAndScore, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
-        return super().compiles(forms, q, k, v) if self.uncompiled is None else self.uncompiled.says
-
     def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
         return (BlocksAndScore.of(plans),)
 

@@ -115,9 +115,6 @@ class CpuKernel(ShortKernel):
     groups: int  # query heads of a key head
     uncompiled: Uncompiled | None  # counts the kind's calls until these are compiled
 
-    def compiles(self, forms: tuple[_Form, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
-        return super().compiles(forms, q, k, v) if self.uncompiled is None else self.uncompiled.says
-
     def instead_of_blocks(self, forms: tuple[_Form, ...]) -> str:
         return "none: torch's kernel gets the whole mask as a tensor, and computes empty blocks too"
 
