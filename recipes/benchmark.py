@@ -14,6 +14,7 @@ WHAT = {
     "softmax": "the masked softmax, against torch",
     "attention": "masks and scores, against flex_attention, SDPA and other libraries",
     "steps": "loops whose masks have new tensors at every step, against torch",
+    "documents": "packed documents, against varlen kernels and compiled flex",
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",

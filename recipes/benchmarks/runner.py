@@ -88,7 +88,7 @@ def measure_passes(
             except Exception as error:
                 if name in required:
                     raise
-                left_out[name] = _reason(name, error)
+                left_out[name] = reason_of(name, error)
         passes: dict[str, dict[str, Callable[[], object]]] = {
             "forward": {name: functools.partial(implementations[name], *inputs) for name in measured}
         }
@@ -179,7 +179,7 @@ def measure_steps(
             if name in required:
                 raise
             watched.pop(name, None)
-            left_out[name] = _reason(name, error)
+            left_out[name] = reason_of(name, error)
     if not watched:
         return {}, left_out
     progress(f"timing {', '.join(watched)}")
@@ -235,7 +235,7 @@ def _first_run(
     return Measured(output, seconds, peak)
 
 
-def _reason(name: str, error: Exception) -> str:
+def reason_of(name: str, error: Exception) -> str:
     """Return the first line of an error, and show it."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     progress(f"{name} left out: {reason}")

@@ -24,6 +24,7 @@ from benchmark import main
 from benchmarks import attention as bench_attention
 from benchmarks import blocks as bench_blocks
 from benchmarks import data as bench_data
+from benchmarks import documents as bench_documents
 from benchmarks import first_calls, limits_tables, loops, peers, steps_tables
 from benchmarks import limits as bench_limits
 from benchmarks import models as bench_models
@@ -772,6 +773,84 @@ def test_the_tables_of_steps() -> None:
     assert "| waits |" not in steps_tables.markdown(
         {"machine": machine, "rows": [{**r, "synchronizations": None} for r in rows[:2]]}
     )
+
+
+# --- packed documents ---
+
+
+def test_figures_of_documents_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "documents.json"
+    command = ["documents", "--device", "cpu", "--quick", "--only", "4 / 2 heads", "--json", str(file)]
+    assert main(command) == 0, capsys.readouterr().err
+    rows = json.loads(file.read_text())["rows"]
+    ours = ["flexmasks", "flexmasks, repeated mask", "flexmasks, held plan", "flexmasks, packed"]
+    assert [(r["kind"], r["who"]) for r in rows] == [(k, w) for k in ("forward", "both") for w in ours]
+    printed = capsys.readouterr().out
+    for row in rows:
+        assert row["who"] in printed
+        assert row["ms"] > 0
+        assert row["difference"] < 1e-5
+
+
+def test_a_wrong_output_of_documents_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_documents, "packed", lambda offsets, inner: flexmasks.get_mask(inner))
+    with pytest.raises(ValueError, match=r"its output differs by .* from that of flexmasks"):
+        bench_documents._rows(bench_documents._QUICK[0], CPU, runs=2)
+
+
+@pytest.mark.parametrize("case", bench_documents._QUICK)
+def test_documents_as_others_take_them(case: bench_documents.Case) -> None:
+    ids = bench_documents.draw(case, torch.Generator().manual_seed(1))
+    assert int(ids.max()) + 1 == case.documents
+    seen = flexmasks.dense_mask(bench_documents.mask_of(case, ids), case.length, batch=case.batch)[:, 0]
+    edges = bench_documents.intervals_of(ids, case.window)[0].view(3, case.batch, case.length, 1)
+    keys = torch.arange(case.length)
+    assert torch.equal((keys < edges[0]) | (keys >= edges[1]) & (keys < edges[2]), seen)
+    offsets = bench_documents.offsets_of(ids).tolist()
+    rows = [list(range(i * case.length, (i + 1) * case.length)) for i in range(case.batch)]
+    flat = ids.flatten().tolist()
+    firsts = [i for row in rows for i in row if i == row[0] or flat[i] != flat[i - 1]]
+    assert offsets == [*firsts, case.batch * case.length]
+
+
+def test_the_page_of_documents() -> None:
+    def row(case: bench_documents.Case, kind: str, who: str, ms: float, **more: Any) -> dict[str, Any]:
+        about = {"kind": kind, "case": case.mask, "shape": case.describe(), "tokens": case.batch * case.length}
+        return {**about, "dtype": "bfloat16", "who": who, "ms": ms, "iqr": 0.1, "difference": 0.0, **more}
+
+    long, _, short, _, batches, *_ = bench_documents._CASES
+    rows = [
+        row(long, "forward", "flexmasks", 1.15, backend="fa4"), row(long, "forward", "FA4 varlen", 1.0),
+        row(long, "both", "flexmasks", 4.0, backend="fa4"), row(long, "both", "flexmasks, held plan", 3.33),
+        row(long, "both", "FA4 varlen", 3.0), row(long, "both", "compiled flex", 6.0),
+        row(short, "both", "flexmasks", 1.5, backend="flex"), row(short, "both", "FA4 varlen", 1.0),
+        row(short, "both", "flexmasks, repeated mask", 1.1), row(batches, "both", "flexmasks", 2.0, backend="fa4"),
+    ]  # fmt: skip
+    rows[0]["left_out"] = {"cuDNN, ready plan": "ModuleNotFoundError: No module named 'cudnn'"}
+    machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "flash-attn-4 1"}
+    results = {"machine": machine, "rows": rows}
+    text = bench_documents.markdown(results)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for expected in (
+        "| causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128 | 1.15 (1.15) / 4 (1.33) | | "
+        "- / 3.33 (1.11) | 1 (1.00) / 3 (1.00) | - / 6 (2.00) |",
+        "| causal & document, 4 x 8,192 tokens, 32 documents, 16 heads, D = 64 | - / 2 | | | | |",
+        "- causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128, flexmasks, forward and backward: "
+        "1.33",
+        "- causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128, flexmasks, held plan, forward and "
+        "backward: 1.11",
+        "- cuDNN, ready plan: ModuleNotFoundError: No module named 'cudnn'",
+    ):
+        assert expected in lines, text
+    assert "3 of 5 figures hold them; above them are:" in text
+    assert "takes the backend fa4 or flex." in text
+    assert bench_documents.sentence(results).endswith(
+        "take 4 ms, FlashAttention 4's varlen function with ready offsets 3."
+    )
+    chart = bench_documents.chart(results)
+    widths = dict(re.findall(r">([^<>]+)</text>\n<rect x='210' y='\d+' width='([\d.]+)'", chart))
+    assert float(widths["compiled flex"]) == pytest.approx(2 * 590 / 2.0, abs=0.1)
+    assert "4 x 8,192" not in chart  # there is nothing to compare with
 
 
 # --- masks as functions and as data ---
