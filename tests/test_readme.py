@@ -30,6 +30,7 @@ from benchmarks import attention as bench_attention
 from benchmarks import biases as bench_biases
 from benchmarks import blocks as bench_blocks
 from benchmarks import data as bench_data
+from benchmarks import documents as bench_documents
 from benchmarks import limits_tables, steps_tables
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
@@ -139,6 +140,13 @@ def data(name: str) -> str:
     return bench_data.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def documents(name: str) -> str:
+    """Return the picture and the table of packed documents from a results file."""
+    if not (RESULTS / f"{name}.json").exists():
+        return "Not measured yet."
+    return f"![bars of these figures]({name}.svg)\n\n{bench_documents.markdown(results(name))}"
+
+
 def serve(name: str) -> str:
     """Return the tables of a serving loop from a results file."""
     return bench_serve.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -196,6 +204,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/steps.md": {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
+    "recipes/results/documents.md": {"documents_gpu": functools.partial(documents, "documents_gpu")},
     "recipes/results/serve.md": {
         name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
     },
@@ -232,6 +241,12 @@ def pictures() -> dict[str, flexmasks.Picture]:
     }
 
 
+def charts() -> dict[str, str]:
+    """Return the pictures of results by their files."""
+    names = [name for name in ("documents_gpu",) if (RESULTS / f"{name}.json").exists()]
+    return {f"recipes/results/{name}.svg": bench_documents.chart(results(name)) for name in names}
+
+
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_generated_parts_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == up_to_date(name), "run `python tests/test_readme.py`"
@@ -242,6 +257,8 @@ def test_the_pictures_are_up_to_date() -> None:
     for file, picture in pictures().items():
         assert file in texts
         assert (ROOT / file).read_text(encoding="utf-8") == picture.svg(), "run `python tests/test_readme.py`"
+    for file, chart in charts().items():
+        assert (ROOT / file).read_text(encoding="utf-8") == chart, "run `python tests/test_readme.py`"
 
 
 @pytest.mark.parametrize("kind", stubs.FILES)
@@ -391,6 +408,8 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
 if __name__ == "__main__":
     for file, picture in pictures().items():
         (ROOT / file).write_text(picture.svg(), encoding="utf-8")
+    for file, chart in charts().items():
+        (ROOT / file).write_text(chart, encoding="utf-8")
     for kind, file in stubs.FILES.items():
         (ROOT / file).write_text(stubs.stub(kind), encoding="utf-8")
     for name in GENERATED:

@@ -611,6 +611,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(mask_mod: Any, batch: int, length: int, device: torch.device) -> BlockMask:
         return create_block_mask(mask_mod, batch, None, length, length, device=str(device))
 
+    monkeypatch.setattr(bench_documents, "attention", functools.partial(flexmasks.attention, backend="reference"))
     for module in (bench_steps, loops):
         monkeypatch.setattr(module, "compiled_create", lambda dynamic=False: create)
         monkeypatch.setattr(module, "compiled_flex", lambda dynamic=False: flex_attention)
@@ -778,6 +779,7 @@ def test_the_tables_of_steps() -> None:
 # --- packed documents ---
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_figures_of_documents_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "documents.json"
     command = ["documents", "--device", "cpu", "--quick", "--only", "4 / 2 heads", "--json", str(file)]
@@ -792,6 +794,7 @@ def test_figures_of_documents_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["difference"] < 1e-5
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_a_wrong_output_of_documents_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_documents, "packed", lambda offsets, inner: flexmasks.get_mask(inner))
     with pytest.raises(ValueError, match=r"its output differs by .* from that of flexmasks"):
