@@ -217,14 +217,14 @@ FAULTS: list[Fault] = [
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
     Fault(
         "plans/mask_plan.py",
-        "            if count < 0:\n",
-        "            if False:\n",
+        "        if counts[0] < 0:\n",
+        "        if False:\n",
         ("tests/masks/test_windows.py::test_documents_that_lie_end_to_end",),
     ),
     Fault(
         "plans/mask_plan.py",
-        "            if abs(count) <= room:\n",
-        "            if True:\n",
+        "        if abs(counts[0]) > room:\n",
+        "        if False:\n",
         ("tests/masks/test_windows.py::test_more_documents_than_there_was_room_for",),
     ),
     Fault(

@@ -142,6 +142,9 @@ class Kernel:
         """
         return ()
 
+    def confirm(self, forms: tuple[Any, ...]) -> None:
+        """Wait for values on which forms of new tensors rest, and raise Unfit for others. A call does it by itself."""
+
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
         """Return whether the kernel takes sinks into output and lse."""
         return False

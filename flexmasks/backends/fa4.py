@@ -27,11 +27,10 @@ from flexmasks.backends.call import (
 from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
-from flexmasks.plans.windows import Intervals, Window
+from flexmasks.plans.windows import Intervals, Look, Window
 from flexmasks.spec.bands import Band, Sequences
 
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
-_MAX_SEARCHED_SEQUENCES = 2048
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
@@ -110,9 +109,13 @@ def kernel(call: Call) -> Kernel:
         scale=call.scale,
         cap=call.cap,
         with_lse=call.with_lse,
-        by_head=heads if batch > 1 and heads == call.k.shape[1] else None,
+        heads_apart=heads if batch > 1 and heads == call.k.shape[1] and _are_contiguous(call) else 0,
         is_traced=call.is_traced,
     )
+
+
+def _are_contiguous(call: Call) -> bool:
+    return all(x.is_contiguous() for x in (call.q, call.k, call.v))
 
 
 def _announce(call: Call) -> None:
@@ -178,11 +181,11 @@ class VarlenForm(NamedTuple):
     """Where sequences start, as FlashAttention's varlen functions take it (cu_seqlens)."""
 
     sequences: Sequences
-    by_head: Sequences | None  # the same of [B, H, S, D] in memory order, head after head; None where that is slower
+    look: Look | None = None  # confirms them once the kernel is launched
 
     @property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self if s is not None)
+        return self.sequences.nbytes
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ class Fa4Kernel(_Fa4):
     scale: float | None
     cap: float | None  # cap of a soft-cap
     with_lse: bool
-    by_head: int | None = None  # heads of calls that may be read head by head
+    heads_apart: int = 0  # the number of heads, if all heads may count as one
     is_traced: bool = False  # torch.compile traces the call
 
     key = "fa4"
@@ -207,16 +210,19 @@ class Fa4Kernel(_Fa4):
     def forms(self, plans: Plans) -> tuple[VarlenForm | None]:
         if not self.window.has_sequences:
             return (None,)
-        sequences = plans.mask.sequences()
-        by_head = None
-        if self.by_head is not None and sequences.kv is None:
-            # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
-            is_searched_fast = self.by_head * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
-            by_head = sequences.of_heads(self.by_head, self.lengths[0]) if is_searched_fast else None
-        return (VarlenForm(sequences, by_head),)
+        return (VarlenForm(*plans.mask.sequences(self.heads_apart)),)
+
+    def confirm(self, forms: tuple[Any, ...]) -> None:
+        if forms[0] is not None and forms[0].look is not None:
+            forms[0].look.confirm()
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
-        return folds_sinks(q, k, v, sinks)
+        # What learns would get gradients from padding, which nobody has looked for.
+        return not self._may_have_padding and folds_sinks(q, k, v, sinks)
+
+    @property
+    def _may_have_padding(self) -> bool:
+        return self.window.has_sequences and not self.window.by_look
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: VarlenForm | None
@@ -228,65 +234,56 @@ class Fa4Kernel(_Fa4):
         k, v = self.window.cut(k), self.window.cut(v)
         sinks = None if sinks is None else sinks.float().contiguous()
         if forms[0] is not None:
-            out, lse = self._in_sequences(q, k, v, sinks, forms[0])
+            out, lse = self._in_sequences(q, k, v, sinks, forms[0].sequences)
+            self.confirm(forms)
         else:
-            out, lse = self._attend(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks)
+            shift = self.window.offset - (k.shape[2] - q.shape[2])
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out, lse = self._attend(q, k, v, sinks, self._arguments(shift))
             out = out.transpose(1, 2)
         return out, lse if self.with_lse else None
 
     def _in_sequences(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
-        if self.window.by_look:  # then there is no padding
-            return self._over_all_tokens(q, k, v, sinks, form)
-        count, kv_count = form.sequences.counts.split(1)
-        if form.sequences.kv is not None:
-            # Keys in padding that meet no query may get no gradient at all.
-            k, v = (fa4_functions.hide_padding(x, 2, kv_count, 0.0) for x in (k, v))
-        out, lse = self._over_all_tokens(q, k, v, sinks, form)
-        lse_of_nothing = -torch.inf if sinks is None else sinks[:, None]
-        return fa4_functions.hide_padding(out, 2, count, 0.0), fa4_functions.hide_padding(lse, 2, count, lse_of_nothing)
-
-    def _over_all_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, form: VarlenForm
-    ) -> tuple[Tensor, Tensor]:
-        """Return output and lse of sequences that may include padding."""
         batch, heads, q_len, _ = q.shape
-        v_size = v.shape[3]
-        has_heads_apart = form.by_head is not None and sinks is None  # where all heads count as one
-        if has_heads_apart and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-            out, lse = self._attend(form.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
-            return out.view(batch, heads, q_len, v_size), lse.view(q.shape[:3])
+        counts = sequences.counts if self._may_have_padding else None
+        given: dict[str, Any] = {"max_seqlen_q": self.lengths[0], "max_seqlen_k": self.lengths[1]}
+        line = sequences.by_head
+        if line is not None and sinks is None:
+            shape, given = q.shape[:3], given | {"cu_seqlens_q": line, "cu_seqlens_k": line}
+            q, k, v = (x.reshape(-1, 1, x.shape[3]) for x in (q, k, v))
+            out, lse = self._attend(q, k, v, None, self._arguments(**given), counts)
+            return out.view(*shape, -1), lse.view(shape)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, H, D], copied if no view can be so
-        out, lse = self._attend(form.sequences, q, k, v, sinks)
-        return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
+        given |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
+        out, lse = self._attend(q, k, v, sinks, self._arguments(**given), counts)
+        return out.view(batch, q_len, heads, -1).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(
-        self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        arguments: dict[str, Any],
+        counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and lse of q, k and v [B, S, H, D or Dv].
-
-        With sequences, q, k and v are [tokens, H, D or Dv].
-        """
-        arguments = self._arguments(q.shape[1], k.shape[1], sequences)
+        """Return output and lse of q, k and v [B, S, H, D or Dv], or of sequences [tokens, H, D or Dv]."""
         if self.is_traced:
             in_order = [arguments.get(name) for name in ARGUMENTS]
-            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, self.cap, self.with_lse)
+            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, counts, self.cap, self.with_lse)
         else:
-            out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, self.cap)
+            out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, counts, self.cap)
         return out, lse
 
-    def _arguments(self, q_len: int, kv_len: int, sequences: Sequences | None) -> dict[str, Any]:
-        """Return the kernel's arguments; FlashAttention counts windows with the last query at the last key."""
-        shift = 0 if sequences is not None else self.window.offset - (kv_len - q_len)
+    def _arguments(self, shift: int = 0, **given: Any) -> dict[str, Any]:
+        """Return the kernel's arguments. `shift` positions behind the last query is the last key, from which
+        FlashAttention counts windows.
+        """
         left, right = self.window.left, self.window.right
         left, right = None if left is None else left - shift, None if right is None else right + shift
-        arguments = {"softmax_scale": self.scale, **fa4_functions.window_arguments(left, right)}
-        if sequences is not None:
-            kv = sequences.q if sequences.kv is None else sequences.kv
-            arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": kv}
-            arguments |= {"max_seqlen_q": self.lengths[0], "max_seqlen_k": self.lengths[1]}
-        return arguments
+        return {"softmax_scale": self.scale, **fa4_functions.window_arguments(left, right), **given}
 
 
 # --- keys that end where a tensor says: in pages, and for queries that start where a tensor says ---

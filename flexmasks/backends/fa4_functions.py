@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmasks.backends.call import ONCE_ONLY, differentiated_once
 from flexmasks.backends.fa4_package import ARGUMENTS, interface, is_small
+from flexmasks.kernels.direct import on_gpu
 
 
 def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
@@ -20,13 +21,18 @@ def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def hide_padding(x: Tensor, dim: int, count: Tensor, value: float | Tensor) -> Tensor:
-    """Return `x` with a value behind the first `count` places of a dimension.
+def _hide_padding(x: Tensor, length: int, counts: Tensor, place: int, value: float = 0.0) -> None:
+    """Write a value behind the first `counts[place]` tokens of each row of `length` tokens.
 
-    The elements of x there get gradient 0. count: int64[1]. value: a number, or a tensor that broadcasts with x.
+    x: [tokens, H, D], rows end to end.
     """
-    place = torch.arange(x.shape[dim], device=x.device)
-    return torch.where((place < count).view(-1, *[1] * (x.ndim - dim - 1)), x, value)
+    if on_gpu(x.device):
+        from flexmasks.kernels.padding_kernel import hide_padding  # loads Triton
+
+        hide_padding(x, length, counts, place, value)
+    else:
+        token = torch.arange(len(x), device=x.device) % length
+        x.masked_fill_((token >= counts[place])[:, None, None], value)
 
 
 class Attend(torch.autograd.Function):
@@ -34,32 +40,50 @@ class Attend(torch.autograd.Function):
 
     q and k are [B, S, H, D] and v is [B, S, H, Dv], or they are [tokens, H, D] and [tokens, H, Dv].
     The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
+
+    counts: int64[2], the numbers of queries and of keys in each batch element behind which there is padding; None if
+        there is none. All sequences are then such that padding meets no other token.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict[str, Any], cap: float | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        arguments: dict[str, Any],
+        counts: Tensor | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, arguments, cap, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        out, lse = forward(q, k, v, arguments, cap, sinks, counts)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, counts)
         ctx.arguments, ctx.cap = arguments, cap
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        *saved, sinks, counts = ctx.saved_tensors
         if d_out is None and d_lse is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
+        q, k, v, out, lse = saved
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        gradients: tuple[Tensor | None, ...] = backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap, sinks)
+        given = ctx.arguments, ctx.cap, sinks, counts
+        gradients: tuple[Tensor | None, ...] = backward(q, k, v, out, lse, d_out, d_lse, *given)
         if torch.is_grad_enabled():
             gradients = differentiated_once("fa4", gradients, q, k, v)
-        return *gradients, *([None] * (4 - len(gradients))), None, None
+        return *gradients, *[None] * (7 - len(gradients))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: dict[str, Any],
+    cap: float | None,
+    sinks: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse; the tensors have the shapes of `Attend`."""
     functions = {}
@@ -70,6 +94,10 @@ def forward(
         functions = {"score_mod": _softcap_of_share(cap)}
     given = {} if sinks is None else {"learnable_sink": sinks}
     out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **functions, **given)[:2]
+    if counts is not None:
+        length = arguments["max_seqlen_q"]
+        _hide_padding(out, length, counts, 0)
+        _hide_padding(lse.t()[..., None], length, counts, 0, -torch.inf)
     return out, lse
 
 
@@ -84,6 +112,7 @@ def backward(
     arguments: dict[str, Any],
     cap: float | None,
     sinks: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v, and of sinks if there are some."""
     functions = {}
@@ -95,6 +124,10 @@ def backward(
     gradients = interface()._flash_attn_bwd(
         *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic
     )
+    if counts is not None:
+        _hide_padding(gradients[0], arguments["max_seqlen_q"], counts, 0)
+        for gradient in gradients[1:3]:
+            _hide_padding(gradient, arguments["max_seqlen_k"], counts, 1)
     return tuple(gradients[: 3 if sinks is None else 4])
 
 
@@ -117,6 +150,7 @@ def traced_forward(
     left: int | None,
     right: int | None,
     causal: bool | None,
+    counts: Tensor | None,
     cap: float | None,
     lse_may_learn: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -125,7 +159,7 @@ def traced_forward(
     lse_may_learn: the gradient of the lse counts.
     """
     arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
-    return forward(q, k, v, arguments, cap, sinks)
+    return forward(q, k, v, arguments, cap, sinks, counts)
 
 
 @traced_forward.register_fake
@@ -152,11 +186,12 @@ def traced_backward(
     left: int | None,
     right: int | None,
     causal: bool | None,
+    counts: Tensor | None,
     cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
     arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
-    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks)
+    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks, counts)
     return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
 
 
@@ -169,16 +204,16 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, lse_may_learn = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
-    ctx.numbers, ctx.lse_may_learn = numbers, lse_may_learn
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, counts, cap, lse_may_learn = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k, counts)
+    ctx.numbers, ctx.cap, ctx.lse_may_learn = numbers, cap, lse_may_learn
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, sinks, *starts = ctx.saved_tensors
-    d_lse = d_lse if ctx.lse_may_learn else None
-    dq, dk, dv, d_sinks = traced_backward(q, k, v, out, lse, sinks, d_out, d_lse, *starts, *ctx.numbers)
-    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 10
+    *saved, sinks, starts, kv_starts, counts = ctx.saved_tensors
+    slopes = d_out, d_lse if ctx.lse_may_learn else None
+    dq, dk, dv, d_sinks = traced_backward(*saved, sinks, *slopes, starts, kv_starts, *ctx.numbers, counts, ctx.cap)
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 11
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

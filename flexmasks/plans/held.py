@@ -44,7 +44,10 @@ class Launch:
         mask, score = self.plans[:2]
         try:
             plans = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())
-            return self.ready._replace(forms=self.ready.kernel.forms(plans))
+            again = self.ready._replace(forms=self.ready.kernel.forms(plans))
+            if self.is_in_graph:  # whose replays confirm nothing
+                again.kernel.confirm(again.forms)
+            return again
         except (Opaque, CannotBeData, Unfit):
             return None
 

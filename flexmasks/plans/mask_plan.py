@@ -41,7 +41,7 @@ from flexmasks.plans.plan import (
 from flexmasks.plans.recorded import memory_of_graph
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unread
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
-from flexmasks.plans.windows import Intervals, Window, intervals_of, window_of
+from flexmasks.plans.windows import Intervals, Look, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
 from flexmasks.spec.bands import Sequences, band_of
 from flexmasks.spec.numbers import Numbers
@@ -52,6 +52,8 @@ from flexmasks.spec.values import Mask
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _ROOM = 64  # the least, for documents that are sequences
+# Reading q, k and v head after head copies nothing. But FlashAttention searches the list of sequences for every tile.
+_MAX_SEARCHED_SEQUENCES = 2048
 _FIRST = "these are the first tensors of their shapes"
 # Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on, where no
 # values can be read. Marks of padding follow each other. Documents of more than 1,400 tokens are faster on flex_flash,
@@ -168,22 +170,37 @@ class MaskPlan(ModifierPlan):
         window = window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
         return None if window is not None and window.by_look and not self.size.may_read else window
 
-    def sequences(self) -> Sequences:
-        """The sequences of the window. Raises Unfit where values show that there are none."""
+    def sequences(self, heads: int = 0) -> tuple[Sequences, Look | None]:
+        """The sequences of the window, and a look that confirms them, or None. Raises Unfit where there are none.
+
+        heads: the number of heads if [B, H, S, D] may be read head after head, else 0.
+        """
         if not cast(Window, self.window).by_look:
-            return self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, 0))
+            return self._sequences(0, heads), None
         if is_capturing(self.size.device):
             raise Unfit("only values show whether documents lie end to end, and a CUDA graph captures the call")
         # Like tensors have as much room, so that nothing compiles again, and a plan can be updated.
-        while True:
-            room = self._programs.get("room", _ROOM)
-            made = self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, room), room)
-            count = int(made.counts[0])
-            if count < 0:
-                cast(Any, band_of(self.mask, unread(self.size, self.offset))).check()
-            if abs(count) <= room:
-                return made
-            self._programs["room"] = 1 << (2 * abs(count) - 1).bit_length()
+        room = self._programs.get("room", _ROOM)
+        made = self._sequences(room, heads)
+        look = Look.at(made.counts, functools.partial(self._judge, room))
+        if self.is_of_template:  # documents of calls like this one have lain end to end: the kernel may start
+            return made, look
+        count = abs(int(made.counts[0]))
+        if count > room:
+            self._programs["room"] = 1 << (2 * count - 1).bit_length()
+            return self.sequences(heads)
+        look.confirm()
+        return made, look
+
+    def _sequences(self, room: int, heads: int) -> Sequences:
+        return self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, room, heads), room, heads)
+
+    def _judge(self, room: int, counts: list[int]) -> None:
+        """Raise Unfit if documents that were counted do not lie end to end, or are too many for the room."""
+        if counts[0] < 0:
+            cast(Any, band_of(self.mask, unread(self.size, self.offset))).check()
+        if abs(counts[0]) > room:
+            raise Unfit(f"the kernel was told of {room} documents at most, and there are {abs(counts[0])}")
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
@@ -567,8 +584,10 @@ class GivenPlan:
         return False
 
 
-def _sequences_of(room: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
-    sequences = cast(Any, band_of(mask, size)).sequences(room)
+def _sequences_of(room: int, heads: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
+    sequences: Sequences = cast(Any, band_of(mask, size)).sequences(room)
+    if sequences.kv is sequences.q and 0 < heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
+        sequences = sequences.head_after_head(heads, size.q_len)
     return [t for t in sequences if t is not None]
 
 

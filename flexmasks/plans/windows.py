@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.context import reads_at_once
 from flexmasks.plans.sizes import Offset
 from flexmasks.spec.bands import Band, band_of, intersection
 from flexmasks.spec.definitions import AND
@@ -48,6 +50,36 @@ class Window:
 
         visible = q_len * keys if self.right is None else below(self.offset + self.right)
         return visible if self.left is None else visible - below(self.offset - self.left)
+
+
+@dataclass
+class Look:
+    """Numbers that a device computes, and what the host does with them once they are there.
+
+    The host need not wait where it wants them: a kernel that is launched before it does runs meanwhile.
+    """
+
+    pending: tuple[Tensor, torch.cuda.Event | None, Callable[[list[int]], None]] | None
+
+    @classmethod
+    def at(cls, numbers: Tensor, judge: Callable[[list[int]], None]) -> Look:
+        """judge: raises Unfit for numbers that tell that a kernel's forms are wrong."""
+        if reads_at_once(numbers.device):
+            return cls((numbers, None, judge))
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(numbers.device))
+        return cls((on_host, event, judge))
+
+    def confirm(self) -> None:
+        """Wait for the numbers and judge them, the first time."""
+        if (pending := self.pending) is None:
+            return
+        numbers, event, judge = pending
+        if event is not None:
+            event.synchronize()
+        judge(numbers.tolist())
+        self.pending = None
 
 
 def window_of(mask: Mask, size: Size) -> Window | None:

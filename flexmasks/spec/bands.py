@@ -29,22 +29,23 @@ class Sequences(NamedTuple):
     """
 
     q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
+    kv: Tensor  # the same of keys; q itself for the same sequences
     # int64[2]: the numbers of queries and of keys before the padding in each batch element. If the band says that the
     # host must look: the number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
     counts: Tensor
-    kv: Tensor | None = None  # as q for keys; None if they are the same
+    by_head: Tensor | None = None  # as q for [B, H, S, D] in memory order, head after head; None where that is slower
 
     @property
     def nbytes(self) -> int:
-        return self.q.nbytes + (0 if self.kv is None else self.kv.nbytes)
+        return sum(t.nbytes for t in self if t is not None)
 
-    def of_heads(self, heads: int, length: int) -> Sequences:
-        """The sequences of [B, H, S, D], read as one line head after head, of self-attention over `length` tokens."""
+    def head_after_head(self, heads: int, length: int) -> Sequences:
+        """The sequences of self-attention over `length` tokens, also for [B, H, S, D] read as one line."""
         starts, end = self.q[:-1].long(), self.q[-1:].long() * heads
         steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
         # An empty sequence at the end of a batch element counts as one of the next batch element, if there is a next.
         line = torch.minimum(starts + steps * length, end).flatten().sort().values
-        return Sequences(torch.cat([line, end]).int(), self.counts)
+        return self._replace(by_head=torch.cat([line, end]).int())
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def _of_ids(batch: int, ids: Tensor, room: int) -> Sequences:
     starts = F.pad(later != earlier, (1, 0), value=True)
     count = torch.where((later < earlier).any(), -starts.sum(), starts.sum())
     at = torch.nonzero_static(starts.flatten(), size=room, fill_value=ids.numel()).flatten()
-    return Sequences(F.pad(at, (0, 1), value=ids.numel()).int(), F.pad(count[None], (0, 1)))
+    laid = F.pad(at, (0, 1), value=ids.numel()).int()
+    return Sequences(laid, laid, F.pad(count[None], (0, 1)))
 
 
 def _check_ids(ids: Tensor) -> None:
@@ -195,10 +197,10 @@ def _with_padding(
     starts = offsets.long()
     q = _lay(starts, size.batch, size.q_len, longest[0], count)
     if kv_offsets is None and size.q_len == size.kv_len:
-        return Sequences(q, starts[-1:].expand(2).clone())
+        return Sequences(q, q, starts[-1:].expand(2).clone())
     kv_starts = starts if kv_offsets is None else kv_offsets.long()
     kv = _lay(kv_starts, size.batch, size.kv_len, longest[1], count)
-    return Sequences(q, torch.stack([starts[-1], kv_starts[-1]]), kv)
+    return Sequences(q, kv, torch.stack([starts[-1], kv_starts[-1]]))
 
 
 def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -540,5 +541,5 @@ def test_the_same_bits_again() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton is interpreted in this process already")
 def test_kernels_by_the_interpreter() -> None:
-    """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
-    check_by_the_interpreter(__file__)
+    """The tests of this file and of padding, in a process that chose Triton's interpreter before it was imported."""
+    check_by_the_interpreter(__file__, str(Path(__file__).with_name("test_padding.py")))

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,7 +54,8 @@ def _shown_by_window(window: Window, q_len: int, kv_len: int) -> Tensor:
 def _shown_by_flash(window: Window, q_len: int, kv_len: int) -> Tensor:
     """Return what FlashAttention shows by its documentation: query i stands at key i + keys - queries."""
     first, last = window.keys
-    arguments = Fa4Kernel(window, False, None, None, False)._arguments(q_len, last - first, None)
+    shift = window.offset - (last - first - q_len)
+    arguments = Fa4Kernel(window, (q_len, kv_len), None, None, False)._arguments(shift)
     left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
     if arguments.get("causal"):
         assert left is right is None
@@ -97,9 +98,8 @@ def test_the_window_that_kernels_show_is_the_mask(data: st.DataObject) -> None:
 def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_total: int) -> Tensor:
     """Return the visible pairs of all sequences laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
-    kv = sequences.q if sequences.kv is None else sequences.kv
-    starts, kv_starts = sequences.q.tolist(), kv.tolist()
-    assert sequences.q.dtype == kv.dtype == torch.int32
+    starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
+    assert sequences.q.dtype == sequences.kv.dtype == torch.int32
     assert (starts[-1], kv_starts[-1]) == (total, kv_total)
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
@@ -113,8 +113,8 @@ def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def _sequences(mask: Mask, size: Size) -> Sequences:
-    return MaskPlan(mask, replace(size, may_read=True)).sequences()
+def _sequences(mask: Mask, size: Size, heads: int = 0) -> Sequences:
+    return MaskPlan(mask, replace(size, may_read=True)).sequences(heads)[0]
 
 
 def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
@@ -140,7 +140,8 @@ def test_sequences_without_reading_offsets(data: st.DataObject) -> None:
     sequences = _sequences(mask, _size(batch, length, length))
     assert sequences.counts.tolist() == [int(offsets[-1])] * 2
     want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
-    for laid, copies in ((sequences, 1), (sequences.of_heads(heads, length), heads)):
+    by_head = cast(Tensor, sequences.head_after_head(heads, length).by_head)
+    for laid, copies in ((sequences, 1), (sequences._replace(q=by_head, kv=by_head), heads)):
         used, total = _used(offsets, batch * copies, length), copies * batch * length
         assert laid.q.tolist() == sorted(laid.q.tolist())
         assert laid.q[-1] == total
@@ -194,9 +195,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor,
     return out * (finite - total).exp()[..., None], torch.where(total > -1e29, total, -math.inf)
 
 
-def _attend_in_sequences(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict[str, Any], cap: float | None
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """Do what FlashAttention does with tokens [total, H, D], sequence by sequence, causal or full."""
     starts, kv_starts = arguments["cu_seqlens_q"].tolist(), arguments["cu_seqlens_k"].tolist()
     assert (starts[-1], kv_starts[-1]) == (len(q), len(k))
@@ -213,19 +212,38 @@ def _attend_in_sequences(
         elif b > a:
             out.append(q.new_zeros(b - a, q.shape[1], v.shape[2]))
             lse.append(torch.full((q.shape[1], b - a), -math.inf, dtype=q.dtype))
+    sinks = arguments.get("learnable_sink")
     by_head, by_token = _with_sinks(torch.cat(out).transpose(0, 1)[None], torch.cat(lse, 1)[None], sinks)
-    return by_head[0].transpose(0, 1), by_token[0]
+    return by_head[0].transpose(0, 1).contiguous(), by_token[0].contiguous()
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, *, dlse: Tensor | None, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """Do what FlashAttention does for the gradients. Keys that meet no query get none, but anything."""
+    sinks = arguments.pop("learnable_sink", None)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    more = {} if sinks is None else {"learnable_sink": leaves[3]}
+    with torch.enable_grad():
+        out, lse = _forward(*leaves[:3], **arguments, **more)
+        value = (out * d_out).sum() + (0 if dlse is None else (lse * dlse)[~lse.isinf()].sum())
+    gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+    return tuple(torch.full_like(x, 7.0) if g is None else g for x, g in zip(leaves, gradients, strict=True))
+
+
+def _replace_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = SimpleNamespace(_flash_attn_fwd=_forward, _flash_attn_bwd=_backward)
+    monkeypatch.setattr(fa4_functions, "interface", lambda: functions)
+    monkeypatch.setattr(fa4_functions, "is_small", lambda device: False)
+    monkeypatch.setattr(fa4.fa4_package, "knows_sinks", lambda: True)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bound", [None, 7])
 @pytest.mark.parametrize("layout", ["heads", "tokens", "other keys"])
-@pytest.mark.parametrize("sinks", [None, [0.5, -1.0]], ids=["", "sinks"])
-def test_fa4_hides_padding(
-    layout: str, bound: int | None, batch: int, sinks: list[float] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a call of FlashAttention 4 whose padding nobody has read; a function takes the kernel's place."""
-    monkeypatch.setattr(fa4_functions.Attend, "apply", _attend_in_sequences)
+    _replace_flash_attention(monkeypatch)
     offsets, kv_offsets = torch.tensor([0, 6, 6, 11]), torch.tensor([0, 2, 6, 13])
     mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
     if layout == "other keys":
@@ -233,19 +251,19 @@ def test_fa4_hides_padding(
     shapes = [(q_len, 2, 4), (kv_len, 2, 4), (kv_len, 2, 6)]
     leaves = [torch.randn(batch, *shape, dtype=torch.float64).transpose(1, 2) for shape in shapes]
     q, k, v = (x.contiguous() if layout == "heads" else x for x in leaves)
-    learned = [q, k, v] if sinks is None else [q, k, v, torch.tensor(sinks)]
+    learned = [q, k, v]
     others = [exact(x) for x in learned]
     for x in learned:
         x.requires_grad_()
     window = window_of(mask, _size(batch, q_len, kv_len))
     assert window is not None
-    sequences = _sequences(mask, _size(batch, q_len, kv_len))
-    by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
-    kernel, (own_q, own_k, own_v, *own_sinks) = Fa4Kernel(window, (q_len, kv_len), None, None, True), learned
-    out, lse = kernel(own_q, own_k, own_v, *(own_sinks or [None]), VarlenForm(sequences, by_head))
+    sequences = _sequences(mask, _size(batch, q_len, kv_len), 2 if layout == "heads" else 0)
+    assert (sequences.by_head is not None) == (layout == "heads")
+    kernel = Fa4Kernel(window, (q_len, kv_len), None, None, True)
+    assert not kernel.folds_sinks(q, k, v, torch.zeros(2))  # they would get gradients from padding
+    out, lse = kernel(q, k, v, None, VarlenForm(sequences))
     assert lse is not None
-    of_mask = attend(*others[:3], flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
-    want, want_lse = _with_sinks(*of_mask, None if sinks is None else others[3])
+    want, want_lse = attend(*others, flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, q_offset=0))
     assert torch.allclose(out, want)
     check_lse(lse, want_lse, 1e-9)
     seen = ~want_lse.isinf()
@@ -512,10 +530,9 @@ def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: boo
     try:
         window = window_of(mask, size)
         assert window is not None
-        sequences = _sequences(mask, size)
         # Without grouped heads, the same tokens are read head by head, as `Fa4Kernel.forms` does.
-        by_head = sequences.of_heads(4, q_len) if sequences.kv is None and not grouped else None
-        kernel, form = Fa4Kernel(window, (q_len, kv_len), None, None, True), VarlenForm(sequences, by_head)
+        form = VarlenForm(_sequences(mask, size, 0 if grouped else 4))
+        kernel = Fa4Kernel(window, (q_len, kv_len), None, None, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     out, lse = kernel(q, k, v, None, form)
@@ -721,7 +738,7 @@ _ROWS = [[3, 40, 1, 1, 55], [100], [25, 25, 25, 25], [1] * 100]
 def test_documents_are_sequences(
     causal: bool, rows: list[list[int]], layout: str, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fa4_functions.Attend, "apply", _attend_in_sequences)
+    _replace_flash_attention(monkeypatch)
     ids, batch = _ids(rows, names), len(rows)
     mask = flexmasks.get_mask("document", document_ids=ids if batch > 1 else ids[0])
     mask = flexmasks.get_mask("causal") & mask if causal else mask
@@ -729,11 +746,10 @@ def test_documents_are_sequences(
     q, k, v = (x.contiguous() if layout == "heads" else x for x in leaves)
     window = window_of(mask, _size(batch, 100, 100))
     assert window is not None
-    sequences = _sequences(mask, _size(batch, 100, 100))
+    sequences = _sequences(mask, _size(batch, 100, 100), 2 if layout == "heads" else 0)
     assert len(sequences.q) - 1 >= sum(map(len, rows))
-    by_head = sequences.of_heads(2, 100) if layout == "heads" else None
     kernel = Fa4Kernel(window, (100, 100), None, None, True)
-    out, lse = kernel(q, k, v, None, VarlenForm(sequences, by_head))
+    out, lse = kernel(q, k, v, None, VarlenForm(sequences))
     want, want_lse = attend(q, k, v, flexmasks.dense_mask(mask, 100, batch=batch, heads=2))
     torch.testing.assert_close(out, want)
     assert lse is not None
@@ -762,7 +778,6 @@ def test_documents_that_lie_end_to_end(ids: Any, reason: str | None) -> None:
     if reason is None:
         (form,) = kernel.forms(plans)
         assert form is not None
-        assert form.sequences.kv is None
     else:
         with pytest.raises(Unfit, match=reason):
             kernel.forms(plans)
@@ -773,14 +788,24 @@ def test_more_documents_than_there_was_room_for() -> None:
     plan = MaskPlan(
         flexmasks.get_mask("document", document_ids=torch.arange(100) // 50), replace(_size(1, 100, 100), may_read=True)
     )
-    rooms = [len(plan.sequences().q)]
-    for size in (1, 20, 3):
+    rooms = [len(plan.sequences()[0].q)]
+    for size in (20, 1, 3):
         ids = torch.arange(100) // size
         other = plan.template().with_tensors([ids])
-        starts = other.sequences().q
+        laid, look = other.sequences()
+        assert look is not None
+        if size == 1:
+            with pytest.raises(Unfit, match="told of 64 documents at most, and there are 100"):
+                look.confirm()
+            mask = flexmasks.get_mask("document", document_ids=ids)  # the call is planned again, as one of a new kind
+            plan = MaskPlan(mask, replace(_size(1, 100, 100), may_read=True))
+            laid, look = plan.sequences()
+            assert look is not None
+        look.confirm()
+        starts = laid.q
         rooms.append(len(starts))
         assert starts.unique().tolist() == [*range(0, 100, size), 100]
-    assert rooms == [65, 257, 257, 257]
+    assert rooms == [65, 65, 257, 257]
 
 
 def test_documents_are_no_sequences_for_other_keys() -> None:
