@@ -41,7 +41,7 @@ class Attend(torch.autograd.Function):
     q and k are [B, S, H, D] and v is [B, S, H, Dv], or they are [tokens, H, D] and [tokens, H, Dv].
     The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
 
-    counts: int64[2], the numbers of queries and of keys in each batch element behind which there is padding; None if
+    counts: int32[2], the numbers of queries and of keys in each batch element behind which there is padding; None if
         there is none. All sequences are then such that padding meets no other token.
     """
 

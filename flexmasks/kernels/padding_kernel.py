@@ -34,7 +34,7 @@ def hide_padding(x: Tensor, length: int, counts: Tensor, place: int, value: floa
     """Write a value behind the first `counts[place]` tokens of each row of `length` tokens.
 
     x: [tokens, H, D], rows end to end; the last stride is 1 or D is.
-    counts: int64[2].
+    counts: int32[2].
     """
     tokens, heads, size = x.shape
     key = place, value, length, x.device.index, *layouts_of(x)

@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
 
     q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
     kv: Tensor  # the same of keys; q itself for the same sequences
-    # int64[2]: the numbers of queries and of keys before the padding in each batch element. If the band says that the
+    # int32[2]: the numbers of queries and of keys before the padding in each batch element. If the band says that the
     # host must look: the number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
     counts: Tensor
     by_head: Tensor | None = None  # as q for [B, H, S, D] in memory order, head after head; None where that is slower
@@ -174,7 +174,7 @@ def _of_ids(batch: int, ids: Tensor, room: int) -> Sequences:
     count = torch.where((later < earlier).any(), -starts.sum(), starts.sum())
     at = torch.nonzero_static(starts.flatten(), size=room, fill_value=ids.numel()).flatten()
     laid = F.pad(at, (0, 1), value=ids.numel()).int()
-    return Sequences(laid, laid, F.pad(count[None], (0, 1)))
+    return Sequences(laid, laid, F.pad(count[None], (0, 1)).int())
 
 
 def _check_ids(ids: Tensor) -> None:
@@ -197,10 +197,10 @@ def _with_padding(
     starts = offsets.long()
     q = _lay(starts, size.batch, size.q_len, longest[0], count)
     if kv_offsets is None and size.q_len == size.kv_len:
-        return Sequences(q, q, starts[-1:].expand(2).clone())
+        return Sequences(q, q, starts[-1:].expand(2).int())
     kv_starts = starts if kv_offsets is None else kv_offsets.long()
     kv = _lay(kv_starts, size.batch, size.kv_len, longest[1], count)
-    return Sequences(q, kv, torch.stack([starts[-1], kv_starts[-1]]))
+    return Sequences(q, kv, torch.stack([starts[-1], kv_starts[-1]]).int())
 
 
 def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:

@@ -34,7 +34,7 @@ def test_padding_alone_is_written(layout: str, counts: list[int]) -> None:
         want.view(rows, length, heads, size)[:, count:] = -torch.inf if layout == "lse" else 0.0
         others = memory[..., size:].clone()
         value = -torch.inf if layout == "lse" else 0.0
-        launch.hide_padding(x, length, torch.tensor(counts, device=KERNELS_ON), place, value)
+        launch.hide_padding(x, length, torch.tensor(counts, dtype=torch.int32, device=KERNELS_ON), place, value)
         assert torch.equal(x, want)
         assert torch.equal(memory[..., size:], others)
 
@@ -42,6 +42,6 @@ def test_padding_alone_is_written(layout: str, counts: list[int]) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(("dtype", "size", "value"), [(torch.bfloat16, 80, 0.0), (torch.float32, 1, -torch.inf)])
 def test_it_compiles_for_hopper(dtype: torch.dtype, size: int, value: float) -> None:
-    x, counts = torch.empty(1, dtype=dtype), torch.empty(1, dtype=torch.int64)
+    x, counts = torch.empty(1, dtype=dtype), torch.empty(1, dtype=torch.int32)
     constants = 1, value, size, 1 << (size - 1).bit_length(), 32
     compiled_for_hopper(launch.padding_kernel, 4, (x, counts, 1, 1, 1, 1, 1, *constants))
