@@ -88,8 +88,7 @@ def set_up_process() -> None:
     Each worker, and each process that it starts, computes on one thread; more threads would wait for each other.
 
     Torch traces functions most of the time, and makes millions of objects. Python's search for cycles among them takes
-    a fifth of that time if it comes at every 700th object. Half of the time of a C++ compiler goes into reading
-    headers. By default torch precompiles one header; here it precompiles all, which changes no kernel. A pool of
+    a fifth of that time if it comes at every 700th object. A pool of
     compilers in each process would take seconds to start.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -103,10 +102,32 @@ def set_up_process() -> None:
     os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
     torch._dynamo.config.run_gc_after_compile = False
     _trace_faster()
-    headers = str(Path(__file__).parent / "kernel_headers.h")
-    torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
+    _precompile_headers()
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         _set_up_interpreter()
+
+
+def _precompile_headers() -> None:
+    """Save half of the time of a C++ compiler, which goes into reading headers.
+
+    Torch precompiles one header of all that kernels of flex_attention include; here it precompiles all of them. Other
+    kernels include that one alone, and templates of the others would take half of their time.
+    """
+    torchs = torch._inductor.codecache._get_cpp_prefix_header
+    headers, of_flex = str(Path(__file__).parent / "kernel_headers.h"), "ATen/native/CPUBlas.h"
+    cache = torch._inductor.codecache.CppPythonBindingsCodeCache
+    load, includes_all = cache.load_pybinding_async.__func__, False
+
+    def loaded(cls: Any, types: Any, code: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal includes_all
+        includes_all = of_flex in code  # what another thread writes costs time, and changes no kernel
+        return load(cls, types, code, *args, **kwargs)
+
+    def header(device: str) -> str | None:
+        return headers if includes_all and device.startswith("cpu") else torchs(device)
+
+    cache.load_pybinding_async = classmethod(loaded)
+    torch._inductor.codecache._get_cpp_prefix_header = header
 
 
 def _trace_faster() -> None:
