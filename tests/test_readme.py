@@ -391,6 +391,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no parameter is named `windw`; did you mean `window`" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # CI runs the demo each day, as README says
 def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
     # Compiled as users do: the kernels of other tests are slow at real sizes.

@@ -336,7 +336,7 @@ def test_bits_past_the_edges_are_hidden(lengths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@by_turns(oracles.MASK_CASES, [(128, 128), (16, 32)])
+@by_turns(oracles.MASK_CASES, [(128, 128), (16, 32)], 2)
 def test_registered_masks(
     case: oracles.Case, size: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

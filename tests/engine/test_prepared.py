@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import error
+from helpers import error, one_in
 from torch import Tensor
 
 import flexmasks
@@ -77,9 +78,9 @@ def documents() -> Tensor:
     return torch.randint(3, (2, LENGTH)).cummax(1).values
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["plans", "kinds of calls"])
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize(
+    ("as_on_gpu", "kind", "holder"), one_in(2, list(itertools.product([False, True], ["mask", "score"], HOLDERS)))
+)
 def test_calls_with_other_tensors(kind: str, holder: str, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_on_gpu:
         monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, error
+from helpers import DEVICES, error, one_in
 from oracles import attend
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor, nn
@@ -90,8 +90,7 @@ def _changes(model: Model, device: str) -> list[Callable[[], Any]]:
         ("methods", False),
         ("functions", False),
         ("functions made once", False),
-        ("functions made once", True),
-        ("methods made once", True),
+        *one_in(2, [("functions made once", True), ("methods made once", True)]),
     ],
 )
 def test_every_change_of_an_attribute_is_seen(way: str, is_compiled: bool, device: str) -> None:
