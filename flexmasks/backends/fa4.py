@@ -204,7 +204,7 @@ class Fa4Kernel(_Fa4):
 
     def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
         if self.window.by_look:
-            return "none: the kernel is told where documents start; the host looks at new ids once, and waits for them"
+            return "none: the kernel is told where documents start; the host looks at new ids once, after its launch"
         return "none: the kernel is told where sequences start" if self.window.has_sequences else ""
 
     def forms(self, plans: Plans) -> tuple[VarlenForm | None]:

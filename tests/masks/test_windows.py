@@ -24,6 +24,7 @@ from flexmasks import Mask, compat, road
 from flexmasks.backends import fa4, fa4_functions, fa4_package, flex_flash
 from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
+from flexmasks.backends.table import BACKENDS
 from flexmasks.context import Context
 from flexmasks.errors import Unfit
 from flexmasks.kernels import tanh
@@ -806,6 +807,24 @@ def test_more_documents_than_there_was_room_for() -> None:
         rooms.append(len(starts))
         assert starts.unique().tolist() == [*range(0, 100, size), 100]
     assert rooms == [65, 65, 257, 257]
+
+
+def test_calls_of_a_kind_are_right_for_any_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel starts before the host looks. What it finds too late, no result may show."""
+    _replace_flash_attention(monkeypatch)
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
+    on_cpu = replace(BACKENDS["fa4"], refuses=lambda call: None if call.mask.window else "it knows only windows")
+    monkeypatch.setitem(BACKENDS, "fa4", on_cpu)
+    kernels = []
+    q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)
+    scattered = torch.randint(0, 3, (1, 100))
+    for ids in (_ids([[30, 70]]), _ids([[1, 99]]), scattered, _ids([[50, 50]]), _ids([[1] * 100]), _ids([[20] * 5])):
+        mask = flexmasks.get_mask("document", document_ids=ids)
+        out = flexmasks.attention(q, k, v, mask=mask)
+        kernels.append(flexmasks.explain(q, k, v, mask=mask).backend)
+        want, _ = attend(q, k, v, flexmasks.dense_mask(mask, 100))
+        torch.testing.assert_close(out, want)
+    assert kernels == ["fa4", "fa4", "reference", "fa4", "fa4", "fa4"]
 
 
 def test_documents_are_no_sequences_for_other_keys() -> None:
