@@ -31,6 +31,7 @@ from benchmarks import biases as bench_biases
 from benchmarks import blocks as bench_blocks
 from benchmarks import data as bench_data
 from benchmarks import documents as bench_documents
+from benchmarks import intervals as bench_intervals
 from benchmarks import limits_tables, steps_tables
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
@@ -147,6 +148,11 @@ def documents(name: str) -> str:
     return f"![bars of these figures]({name}.svg)\n\n{bench_documents.markdown(results(name))}"
 
 
+def tried(name: str) -> str:
+    """Return the table of cuDNN's interval masks from a results file, and what follows from it."""
+    return bench_intervals.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 def serve(name: str) -> str:
     """Return the tables of a serving loop from a results file."""
     return bench_serve.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -205,6 +211,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
     "recipes/results/documents.md": {"documents_gpu": functools.partial(documents, "documents_gpu")},
+    "recipes/results/tried.md": {"cudnn_gpu": functools.partial(tried, "cudnn_gpu")},
     "recipes/results/serve.md": {
         name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
     },

@@ -7,7 +7,9 @@ import gc
 import json
 import re
 import statistics
+import sys
 import time
+import types
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +28,7 @@ from benchmarks import blocks as bench_blocks
 from benchmarks import data as bench_data
 from benchmarks import documents as bench_documents
 from benchmarks import first_calls, limits_tables, loops, peers, steps_tables
+from benchmarks import intervals as bench_intervals
 from benchmarks import limits as bench_limits
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
@@ -854,6 +857,100 @@ def test_the_page_of_documents() -> None:
     widths = dict(re.findall(r">([^<>]+)</text>\n<rect x='210' y='\d+' width='([\d.]+)'", chart))
     assert float(widths["compiled flex"]) == pytest.approx(2 * 590 / 2.0, abs=0.1)
     assert "4 x 8,192" not in chart  # there is nothing to compare with
+
+
+# --- interval masks of cuDNN ---
+
+
+def _seen_in(func: Tensor, batch: int, length: int) -> Tensor:
+    """Return the pairs that intervals show, [batch, length, length]."""
+    edges, keys = func[0].view(-1, batch, length, 1), torch.arange(length)
+    seen = keys < edges[0]
+    for start, end in zip(edges[1::2], edges[2::2], strict=True):
+        seen |= (keys >= start) & (keys < end)
+    return seen
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package that attends by intervals as cuDNN's does, in plain operations."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Tensor, deterministic: bool) -> Tensor:
+        seen = _seen_in(mask_plan, q.shape[0], q.shape[1])[:, None]
+        out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen)
+        return torch.where(seen.any(-1, keepdim=True), out, 0.0).transpose(1, 2)
+
+    package = types.ModuleType("cudnn")
+    package.create_mask_plan = lambda func, q, k, v, build_backward: func  # type: ignore[attr-defined]
+    package.flex_attn_func = attend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn", package)
+    return package
+
+
+@pytest.mark.parametrize("mask", bench_intervals._MASKS)
+def test_intervals_show_what_the_mask_shows(mask: str) -> None:
+    for batch, length in ((2, 48), (1, 130)):
+        case = bench_intervals.Case(mask, batch, length, 2, 16)
+        made = bench_intervals.mask_of(case, torch.Generator().manual_seed(1))()
+        seen = flexmasks.dense_mask(made, length, batch=batch).expand(batch, 1, length, length)[:, 0]
+        assert torch.equal(_seen_in(bench_intervals.intervals_of(seen), batch, length), seen)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_figures_of_intervals_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_intervals, "attention", functools.partial(flexmasks.attention, backend="reference"))
+    monkeypatch.setattr(bench_intervals, "_SECONDS", 0.0)
+    file = tmp_path / "intervals.json"
+    names = ["grouped_tril", "prefix_lm, "]
+    assert main(["intervals", "--device", "cpu", "--only", *names, "--json", str(file)]) == 0, capsys.readouterr().err
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["case"], r["who"] == "cuDNN", r["deterministic"]) for r in rows] == [
+        (case, is_cudnn, mode)
+        for case in ("grouped_tril", "prefix_lm")
+        for mode in (False, True)
+        for is_cudnn in (True, False)
+    ]
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert ("layers_ms" in row) == (row["case"] == "grouped_tril")  # the other has one plan for all steps
+        assert ("plan_ms" in row) == (row["who"] == "cuDNN")
+        assert not row["deterministic"] or row["same_bits"]
+
+
+def test_wrong_intervals_are_left_out(cudnn: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "create_mask_plan", lambda func, *_, build_backward: func.roll(1, 2))
+    monkeypatch.setattr(bench_intervals, "attention", functools.partial(flexmasks.attention, backend="reference"))
+    made = bench_intervals.ready(bench_intervals.Case("prefix_lm", 1, 64, 2, 16), CPU)
+    assert len(made.ways) == 2
+    assert all("its results differ by" in why for why in made.left_out.values()), made.left_out
+    assert len(made.left_out) == 2
+
+
+def test_the_page_of_what_was_tried() -> None:
+    def row(mask: str, who: str, mode: bool = False, **figures: float) -> dict[str, Any]:
+        about = {"case": mask, "shape": "[1, 2, 64, 16]", "who": who, "deterministic": mode, "dtype": "bfloat16"}
+        return about | figures
+
+    rows = [
+        row("a", "flex", gpu_ms=2.0, ms=2.5, new_ms=3.0, layers_ms=2.4), row("a", "flex_flash", gpu_ms=3.0, ms=2.4),
+        row("a", "cuDNN", gpu_ms=1.0, ms=1.5, new_ms=4.0, layers_ms=2.0, plan_ms=0.9),
+        row("a", "flex", True, layers_ms=2.4), row("a", "cuDNN", True, layers_ms=2.4),
+        row("b", "flex", ms=2.4), row("b", "cuDNN", ms=1.2), row("c", "flex", ms=1.2), row("c", "cuDNN", ms=1.1),
+    ]  # fmt: skip
+    machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "cudnn": "nvidia-cudnn-frontend 1"}
+    text = bench_intervals.markdown({"machine": machine, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert (
+        "| a | [1, 2, 64, 16] | 2 / 1 (2.00) | 2.4 / 1.5 (1.60) | 3 / 4 (0.75) | 2.4 / 2 (1.20) | 0.9 | "
+        "2.4 / 2.4 (1.00) |"
+    ) in lines, text
+    assert "| c | [1, 2, 64, 16] | | 1.2 / 1.1 (1.09) | | | | |" in lines, text
+    assert "at least 1.2 times as fast in 2 of 3 cases: a [1, 2, 64, 16] (1.20); b [1, 2, 64, 16] (2.00)." in text
+    assert "in 0 of 1 cases in deterministic mode. So the rule asks for no backend" in text
+    rows += [row("d", "flex", ms=2.4), row("d", "cuDNN", ms=1.0)]
+    assert "So the rule asks for a backend" in bench_intervals.markdown({"machine": machine, "rows": rows})
 
 
 # --- masks as functions and as data ---
