@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,10 @@ from flexmasks.planning import plan
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 
-_DRAWS = 8  # different documents, which the steps take by turns; a time is the mean over all of them
+# Different documents, which the steps take by turns: a time is the mean over all of them. So many more or fewer they
+# are, because batches of packed documents do not have the same number of them.
+_MORE = (0, 3, -2, 1, -3, 2, -1, 0)
+_DRAWS = len(_MORE)
 _RUNS = 9
 _WARM_STEPS = 2 * _DRAWS  # plans of new tensors are exact at first, then recorded; all draws are held by then
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # largest difference of outputs of random tokens
@@ -45,7 +49,7 @@ class Case(NamedTuple):
 
     batch: int
     length: int
-    documents: int  # in the whole batch
+    documents: int  # in the whole batch, on average
     heads: int
     kv_heads: int
     size: int
@@ -75,12 +79,15 @@ _CASES = [
 _QUICK = [Case(1, 128, 5, 4, 2, 16), Case(2, 64, 4, 2, 2, 16, window=10)]
 
 
-def draw(case: Case, generator: torch.Generator) -> Tensor:
-    """Return ids of documents with random cuts, [batch, length]; the rows of a batch cut too."""
+def draw(case: Case, generator: torch.Generator, more: int = 0) -> Tensor:
+    """Return ids of documents with random cuts, [batch, length]; the rows of a batch cut too.
+
+    more: how many more documents there are than in the case on average.
+    """
     tokens = case.batch * case.length
     order = torch.rand(tokens - 1, generator=generator, device=generator.device)
     is_first = torch.zeros(tokens, dtype=torch.bool, device=generator.device)
-    is_first[order.topk(case.documents - 1).indices + 1] = True
+    is_first[order.topk(case.documents + more - 1).indices + 1] = True
     return is_first.cumsum(0).view(case.batch, case.length)
 
 
@@ -116,7 +123,7 @@ class _Setting:
         self.case = case
         self.leaves = tuple(normal(heads).requires_grad_() for heads in sizes)
         self.upstream = normal(case.heads)
-        self.ids = [draw(case, generator) for _ in range(_DRAWS)]
+        self.ids = [draw(case, generator, more) for more in _MORE]
         self.offsets = [offsets_of(ids) for ids in self.ids]
 
     def by_head(self) -> list[Tensor]:
@@ -255,23 +262,31 @@ def _pass_of(setting: _Setting, step: Step, kind: str) -> Callable[[], Tensor]:
     return forward if kind == FORWARD else both
 
 
-def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
-    """Return the times of forward passes and of both passes, everything in.
+@dataclass
+class Ready:
+    """A case whose kernels are compiled."""
+
+    setting: _Setting
+    dtype: torch.dtype
+    calls: dict[str, dict[str, Callable[[], Tensor]]]  # by kind of passes and by who
+    differences: dict[tuple[str, str], float]  # of outputs from those of flexmasks, by kind and who
+    left_out: dict[str, str]  # why, by who
+
+
+def ready(case: Case, device: torch.device) -> Ready:
+    """Run the first steps of all ways, which compile.
 
     Raises ValueError if outputs of flexmasks differ; any other implementation that fails or differs is left out.
     """
-    torch.compiler.reset()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     setting = _Setting(case, device, dtype)
-    steps, left_out = _ours(setting), {}
+    steps, made = _ours(setting), Ready(setting, dtype, {FORWARD: {}, BOTH: {}}, {}, {})
     for who, make in _RIVALS.items() if device.type == "cuda" else ():
         try:
             steps[who] = make(setting)
         except Exception as error:
-            left_out[who] = reason_of(who, error)
-    rows: list[Row] = []
-    for kind in (FORWARD, BOTH):
-        calls, differences = {}, {}
+            made.left_out[who] = reason_of(who, error)
+    for kind, calls in made.calls.items():
         expected: Tensor | None = None
         for who, step in list(steps.items()):
             progress(f"{kind}, {who}: first steps")
@@ -279,27 +294,40 @@ def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
                 call = _pass_of(setting, step, kind)
                 outputs = [call() for _ in range(_WARM_STEPS)]
                 expected = outputs[-1] if expected is None else expected
-                differences[who] = float((outputs[-1] - expected).abs().max())
-                if not differences[who] <= _TOLERANCE[dtype]:
-                    raise ValueError(f"its output differs by {differences[who]:.3g} from that of {NEW}")
+                made.differences[kind, who] = difference = float((outputs[-1] - expected).abs().max())
+                if not difference <= _TOLERANCE[dtype]:
+                    raise ValueError(f"its output differs by {difference:.3g} from that of {NEW}")
                 calls[who] = call
             except Exception as error:
                 if who in (NEW, REPEATED, HELD, PACKED):
                     raise
-                left_out[who] = reason_of(who, error)
+                made.left_out[who] = reason_of(who, error)
                 del steps[who]
+    return made
+
+
+def timed(made: Ready, runs: int) -> list[Row]:
+    """Return the times of forward passes and of both passes, everything in."""
+    case, device = made.setting.case, made.setting.upstream.device
+    rows: list[Row] = []
+    for kind, calls in made.calls.items():
         clock = functools.partial(wall_milliseconds, calls_in_a_row=_DRAWS)
         times = interleaved(calls, device, runs, clock)
         about = {"kind": kind, "case": case.mask, "shape": case.describe(), "tokens": case.batch * case.length}
         for who, (ms, iqr) in times.items():
-            figures = {"ms": float(f"{ms:.4g}"), "iqr": float(f"{iqr:.3g}"), "difference": differences[who]}
-            rows.append({**about, "dtype": str(dtype)[6:], "who": who, **figures})
-        by_grad = [x if kind == BOTH else x.detach() for x in setting.by_head()]
+            figures = {"ms": float(f"{ms:.4g}"), "iqr": float(f"{iqr:.3g}"), "difference": made.differences[kind, who]}
+            rows.append({**about, "dtype": str(made.dtype)[6:], "who": who, **figures})
+        by_grad = [x if kind == BOTH else x.detach() for x in made.setting.by_head()]
         new = next(row for row in rows if (row["kind"], row["who"]) == (kind, NEW))
-        new["backend"] = explain(*by_grad, mask=mask_of(case, setting.ids[0].clone())).backend
-    if left_out:
-        rows[0]["left_out"] = left_out
+        new["backend"] = explain(*by_grad, mask=mask_of(case, made.setting.ids[0].clone())).backend
+    if made.left_out:
+        rows[0]["left_out"] = made.left_out
     return rows
+
+
+def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
+    torch.compiler.reset()
+    return timed(ready(case, device), runs)
 
 
 def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
