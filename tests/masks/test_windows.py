@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import flash_double
 import pytest
 import torch
 from helpers import TOLERANCE, check_lse, error, exact, one_in
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import Mask, compat, road
-from flexmasks.backends import fa4, fa4_functions, fa4_package, flex_flash
+from flexmasks.backends import fa4, fa4_package, flex_flash
 from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
 from flexmasks.backends.table import BACKENDS
@@ -187,64 +188,12 @@ def test_windows_that_only_values_decide() -> None:
     assert window_of(mask, _size(1, 6, 6)) is not None
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, Q, D] and lse with one more key, whose score is the sink, and whose value is 0."""
-    if sinks is None:
-        return out, lse
-    finite = torch.where(lse == -math.inf, -1e30, lse)
-    total = torch.logaddexp(finite, sinks[:, None])
-    return out * (finite - total).exp()[..., None], torch.where(total > -1e29, total, -math.inf)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Do what FlashAttention does with tokens [total, H, D], sequence by sequence, causal or full."""
-    starts, kv_starts = arguments["cu_seqlens_q"].tolist(), arguments["cu_seqlens_k"].tolist()
-    assert (starts[-1], kv_starts[-1]) == (len(q), len(k))
-    out, lse = [], []
-    for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False):
-        assert b - a <= arguments["max_seqlen_q"]
-        assert d - c <= arguments["max_seqlen_k"]
-        visible = torch.ones(b - a, d - c, dtype=torch.bool)
-        visible = visible.tril(d - c - (b - a)) if arguments.get("causal") else visible
-        if b > a and d > c:
-            o, n = attend(*(x[None].transpose(1, 2) for x in (q[a:b], k[c:d], v[c:d])), visible)
-            out.append(o[0].transpose(0, 1))
-            lse.append(n[0])
-        elif b > a:
-            out.append(q.new_zeros(b - a, q.shape[1], v.shape[2]))
-            lse.append(torch.full((q.shape[1], b - a), -math.inf, dtype=q.dtype))
-    sinks = arguments.get("learnable_sink")
-    by_head, by_token = _with_sinks(torch.cat(out).transpose(0, 1)[None], torch.cat(lse, 1)[None], sinks)
-    return by_head[0].transpose(0, 1).contiguous(), by_token[0].contiguous()
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, *, dlse: Tensor | None, **arguments: Any
-) -> tuple[Tensor, ...]:
-    """Do what FlashAttention does for the gradients. Keys that meet no query get none, but anything."""
-    sinks = arguments.pop("learnable_sink", None)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-    more = {} if sinks is None else {"learnable_sink": leaves[3]}
-    with torch.enable_grad():
-        out, lse = _forward(*leaves[:3], **arguments, **more)
-        value = (out * d_out).sum() + (0 if dlse is None else (lse * dlse)[~lse.isinf()].sum())
-    gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-    return tuple(torch.full_like(x, 7.0) if g is None else g for x, g in zip(leaves, gradients, strict=True))
-
-
-def _replace_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = SimpleNamespace(_flash_attn_fwd=_forward, _flash_attn_bwd=_backward)
-    monkeypatch.setattr(fa4_functions, "interface", lambda: functions)
-    monkeypatch.setattr(fa4_functions, "is_small", lambda device: False)
-    monkeypatch.setattr(fa4.fa4_package, "knows_sinks", lambda: True)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bound", [None, 7])
 @pytest.mark.parametrize("layout", ["heads", "tokens", "other keys"])
 def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a call of FlashAttention 4 whose padding nobody has read; a function takes the kernel's place."""
-    _replace_flash_attention(monkeypatch)
+    flash_double.replace(monkeypatch)
     offsets, kv_offsets = torch.tensor([0, 6, 6, 11]), torch.tensor([0, 2, 6, 13])
     mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
     if layout == "other keys":
@@ -458,7 +407,7 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, v_size: int, grouped: boo
     visible = flexmasks.dense_mask(call["mask"], 300, kv_len, batch=batch, device="cuda", **lengths).cpu()
     change = (lambda s: 3 * torch.tanh(s / 3)) if "score" in call else None
     of_mask = attend(*others[:3], visible, change, call.get("scale"))
-    want, want_lse = _with_sinks(*of_mask, others[3] if with_sinks else None)
+    want, want_lse = flash_double.with_sinks(*of_mask, others[3] if with_sinks else None)
     weight = torch.randn(batch, 4, 300, v_size, device="cuda", dtype=dtype)
     lse_weight = torch.randn(batch, 4, 300, device="cuda")
     seen = ~want_lse.isinf()
@@ -739,7 +688,7 @@ _ROWS = [[3, 40, 1, 1, 55], [100], [25, 25, 25, 25], [1] * 100]
 def test_documents_are_sequences(
     causal: bool, rows: list[list[int]], layout: str, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _replace_flash_attention(monkeypatch)
+    flash_double.replace(monkeypatch)
     ids, batch = _ids(rows, names), len(rows)
     mask = flexmasks.get_mask("document", document_ids=ids if batch > 1 else ids[0])
     mask = flexmasks.get_mask("causal") & mask if causal else mask
@@ -811,7 +760,7 @@ def test_more_documents_than_there_was_room_for() -> None:
 
 def test_calls_of_a_kind_are_right_for_any_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel starts before the host looks. What it finds too late, no result may show."""
-    _replace_flash_attention(monkeypatch)
+    flash_double.replace(monkeypatch)
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     on_cpu = replace(BACKENDS["fa4"], refuses=lambda call: None if call.mask.window else "it knows only windows")
     monkeypatch.setitem(BACKENDS, "fa4", on_cpu)
