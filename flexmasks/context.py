@@ -63,6 +63,11 @@ class Context(NamedTuple):
         )  # fmt: skip
 
     @property
+    def adds_in_order(self) -> bool:
+        """Whether kernels that can add in order do."""
+        return self.settings[-2]
+
+    @property
     def must_be_deterministic(self) -> bool:
         """Whether torch forbids results that may differ from run to run."""
         *_, is_deterministic, warns_only = self.settings

@@ -25,6 +25,7 @@ from flexmasks.backends.call import (
     raise_passing_error,
 )
 from flexmasks.backends.fa4_package import ARGUMENTS
+from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
 from flexmasks.plans.windows import Intervals, Look, Window
@@ -34,6 +35,9 @@ MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
+# In torch's deterministic mode the backward pass counts, for each sequence, head and tile of queries, which tile of keys
+# is next. It makes room for sequences of all tokens. Grouped heads count tiles of keys, too, in as much room at most.
+_COUNTED_QUERIES, _MAX_BYTES_OF_COUNTS = 64, 2 << 30
 
 
 def refuses(call: Call) -> str | None:
@@ -111,7 +115,16 @@ def kernel(call: Call) -> Kernel:
         with_lse=call.with_lse,
         heads_apart=heads if batch > 1 and heads == call.k.shape[1] and _are_contiguous(call) else 0,
         is_traced=call.is_traced,
+        bytes_of_counts=_bytes_of_counts(call) if call.mask.window.has_sequences and not call.is_traced else 0,
     )
+
+
+def _bytes_of_counts(call: Call) -> int:
+    """Return the bytes in which the backward pass counts for each sequence, 0 if it need not add in order."""
+    if not (call.needs_grad and call.context.adds_in_order):
+        return 0
+    _, heads, length, _ = call.q.shape
+    return 4 * heads * -(-length // _COUNTED_QUERIES) * (1 if heads == call.k.shape[1] else 2)
 
 
 def _are_contiguous(call: Call) -> bool:
@@ -199,6 +212,7 @@ class Fa4Kernel(_Fa4):
     with_lse: bool
     heads_apart: int = 0  # the number of heads, if all heads may count as one
     is_traced: bool = False  # torch.compile traces the call
+    bytes_of_counts: int = 0  # for each sequence, in torch's deterministic mode
 
     key = "fa4"
 
@@ -210,7 +224,16 @@ class Fa4Kernel(_Fa4):
     def forms(self, plans: Plans) -> tuple[VarlenForm | None]:
         if not self.window.has_sequences:
             return (None,)
-        return (VarlenForm(*plans.mask.sequences(self.heads_apart)),)
+        form = VarlenForm(*plans.mask.sequences(self.heads_apart))
+        if self.bytes_of_counts:
+            count = len(form.sequences.q) - 1
+            if count * self.bytes_of_counts > _MAX_BYTES_OF_COUNTS:
+                raise Unfit(
+                    f"to add gradients in order, as torch.use_deterministic_algorithms(True) asks for, it would take "
+                    f"{count * self.bytes_of_counts / (1 << 30):.1f} GB for up to {count:,} sequences of up to "
+                    f"{self.lengths[0]:,} tokens"
+                )
+        return (form,)
 
     def confirm(self, forms: tuple[Any, ...]) -> None:
         if forms[0] is not None and forms[0].look is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import flash_double
 import pytest
 import torch
 from helpers import skip_unless_flash_takes
@@ -17,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import inside_compile
-from flexmasks.backends import fa4_package, table
+from flexmasks.backends import fa4_functions, fa4_package, table
 from flexmasks.backends.encoded import UNKNOWN, Encoded
 from flexmasks.context import Context
 
@@ -87,6 +89,81 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
 
     assert first(learns=True) == "reference"
     assert first(learns=False) == "flex"
+
+
+_IDS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 17, [0] * 40])
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "causal": {"mask": "causal"},
+    "window": {"mask": "sliding_window", "window": 9},
+    "packed": {"mask": flexmasks.packed("causal", [0, 3, 23, 40])},
+    "documents": {"mask": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=_IDS)},
+    "window of documents": {
+        "mask": flexmasks.get_mask("sliding_window", window=5) & flexmasks.get_mask("document", document_ids=_IDS)
+    },
+}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", _WINDOWS)
+def test_windows_run_on_flash_attention_4(
+    kind: str, is_compiled: bool, deterministic: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward pass is told to add in order, in the mode only. In graphs nobody can look at ids of documents."""
+    in_order: list[bool] = []
+
+    def backward(*tensors: Tensor, deterministic: bool, **arguments: Any) -> tuple[Tensor, ...]:
+        in_order.append(deterministic)
+        with ThreadPoolExecutor(1) as threads:  # inside of an operator, this one records no gradients
+            return threads.submit(flash_double.backward, *tensors, **arguments).result()
+
+    flash_double.replace(monkeypatch, _flash_attn_bwd=backward)
+    refuses = lambda call: None if call.mask.window else "it knows only windows"  # noqa: E731
+    fa4 = replace(table.BACKENDS["fa4"], refuses=refuses)
+    monkeypatch.setattr(table, "BACKENDS", {"fa4": fa4, **{b: table.BACKENDS[b] for b in ("flex", "reference")}})
+    leaves = [torch.randn(2, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight, call = torch.randn(2, 2, 40, 8, dtype=torch.float64), _WINDOWS[kind]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        out: Tensor = flexmasks.attention(*tensors, **call)
+        return out
+
+    want = flexmasks.attention(*leaves, backend="reference", **call)
+    expected = torch.autograd.grad(want, leaves, weight)
+    with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
+        for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
+            library.impl(operator._opoverload, operator._init_fn, "CPU")
+        torch._dynamo.reset()
+        function = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
+        for mode in (False, True):
+            deterministic(mode)
+            in_order.clear()
+            out = function(*leaves)
+            torch.testing.assert_close(out, want)
+            for got, exactly in zip(torch.autograd.grad(out, leaves, weight), expected, strict=True):
+                torch.testing.assert_close(got, exactly)
+            # The first call of a kind is differentiated once more, outside of graphs.
+            assert set(in_order) == (set() if is_compiled and "documents" in kind else {mode})
+            assert is_compiled or flexmasks.explain(*leaves, **call).backend == "fa4"
+
+
+def test_so_many_sequences_that_their_order_takes_gigabytes(
+    deterministic: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4_package, "is_small", lambda device: False)
+    refuses = lambda call: None if call.mask.window else "it knows only windows"  # noqa: E731
+    fa4 = replace(table.BACKENDS["fa4"], refuses=refuses)
+    monkeypatch.setattr(table, "BACKENDS", {"fa4": fa4, **{b: table.BACKENDS[b] for b in ("flex", "reference")}})
+    length = 1 << 16
+    mask = flexmasks.get_mask("document", document_ids=torch.arange(length) // 8)
+    q, k = (torch.empty(1, heads, length, 1).requires_grad_() for heads in (32, 4))
+    told = flexmasks.explain(q, k, k, mask=mask)
+    # 8,192 documents and room for others, 32 heads, 1,024 tiles, 4 bytes, and as much for tiles of keys
+    assert "4.0 GB for up to 16,384 sequences of up to 65,536 tokens" in told.others["fa4"], told
+    assert told.backend == "reference"
+    with torch.no_grad():
+        assert flexmasks.explain(q, k, k, mask=mask).backend == "fa4"
+    deterministic(False)
+    assert flexmasks.explain(q, k, k, mask=mask).backend == "fa4"
 
 
 def _learned(device: str, length: int) -> dict[str, tuple[Tensor, Any]]:
@@ -163,6 +240,39 @@ def test_masks_on_a_gpu(kind: str, is_compiled: bool, deterministic: Callable[..
     deterministic(True)
     first = gradients()
     for _ in range(3):
+        assert all(map(torch.equal, first, gradients()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(
+    ("kind", "is_compiled"),
+    [(kind, mode) for kind in _WINDOWS for mode in (False, True) if not (mode and "documents" in kind)],
+)
+def test_flash_attention_4_adds_in_order(
+    kind: str, is_compiled: bool, kv_heads: int, deterministic: Callable[..., None]
+) -> None:
+    """In graphs nobody can look at ids of documents."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    window = flexmasks.get_mask("sliding_window", window=300)
+    causal, starts = flexmasks.get_mask("causal"), torch.arange(0, 4097, 256, device="cuda", dtype=torch.int32)
+    document = flexmasks.get_mask("document", document_ids=torch.arange(4096, device="cuda") // 300)
+    mask = {
+        "causal": causal, "window": window, "packed": flexmasks.packed("causal", starts),
+        "documents": causal & document, "window of documents": window & document,
+    }[kind]  # fmt: skip
+    shapes = [(2, heads, 4096, 64) for heads in (8, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    weight = torch.randn_like(leaves[0])
+    torch._dynamo.reset()
+    call: Any = torch.compile(flexmasks.attention) if is_compiled else flexmasks.attention
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = call(*leaves, mask=mask, backend="fa4")
+        return out.detach(), *torch.autograd.grad(out, leaves, weight)
+
+    first = gradients()
+    for _ in range(10):
         assert all(map(torch.equal, first, gradients()))
 
 
