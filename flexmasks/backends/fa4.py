@@ -70,7 +70,7 @@ def _refuses_starts(call: Call) -> str | None:
     if intervals is None or call.q_offset is not None:
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
-            "offsets, or outside of torch.compile by ids of documents"
+            "offsets, or by ids of documents outside of torch.compile or with contiguous=True"
             f"{', and where queries start' if call.is_traced else ''}"
         )
     # The kernel must be told of no more keys than there are, and nobody reads where the queries start.

@@ -22,7 +22,7 @@ def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
 
 
 def _hide_padding(x: Tensor, length: int, counts: Tensor, place: int, value: float = 0.0) -> None:
-    """Write a value behind the first `counts[place]` tokens of each row of `length` tokens.
+    """Write a value behind the first `counts[place]` tokens of each row of `length` tokens, or NaN if that is negative.
 
     x: [tokens, H, D], rows end to end.
     """
@@ -32,7 +32,7 @@ def _hide_padding(x: Tensor, length: int, counts: Tensor, place: int, value: flo
         hide_padding(x, length, counts, place, value)
     else:
         token = torch.arange(len(x), device=x.device) % length
-        x.masked_fill_((token >= counts[place])[:, None, None], value)
+        x.masked_fill_((token >= counts[place])[:, None, None], torch.where(counts[place] < 0, torch.nan, value))
 
 
 class Attend(torch.autograd.Function):

@@ -20,18 +20,20 @@ def padding_kernel(
     PLACE: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    is_padding = (token < tokens) & (token % length >= tl.load(counts + PLACE))
+    count = tl.load(counts + PLACE)
+    is_padding = (token < tokens) & (token % length >= count)
     if tl.max(is_padding.to(tl.int32), 0) > 0:
         column = tl.arange(0, WIDTH)[None, :]
         rows = x + token.to(tl.int64)[:, None] * of_token + column
-        values = tl.full((TOKENS, WIDTH), VALUE, x.dtype.element_ty)
+        values = tl.full((TOKENS, WIDTH), VALUE, tl.float32)
+        values = tl.where(count < 0, float("nan"), values).to(x.dtype.element_ty)
         for _ in range(heads):
             tl.store(rows, values, mask=is_padding[:, None] & (column < SIZE))
             rows += of_head
 
 
 def hide_padding(x: Tensor, length: int, counts: Tensor, place: int, value: float) -> None:
-    """Write a value behind the first `counts[place]` tokens of each row of `length` tokens.
+    """Write a value behind the first `counts[place]` tokens of each row of `length` tokens, or NaN if that is negative.
 
     x: [tokens, H, D], rows end to end; the last stride is 1 or D is.
     counts: int32[2].

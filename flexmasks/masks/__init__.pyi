@@ -230,10 +230,19 @@ def dilated_window(
 def document(
     *,
     document_ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+    contiguous: bool = False,
+    max_documents: int | None = None,
 ) -> Mask:
     """Each query sees the keys of its own document.
 
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
+    contiguous: a promise that the tokens of each document lie next to each other in a row. FlashAttention 4 then takes
+        the documents as sequences without a look of the host at their ids, also inside torch.compile and in a CUDA
+        graph. The promise is checked on a CPU, and on a GPU once for calls that are alike but for values. A broken one
+        gives wrong results.
+    max_documents: with `contiguous`, the most documents in a row, by default one for each 64 tokens, and 16 in short
+        rows. The kernel's time grows with it. If all rows together have more, FlashAttention's output and gradients are
+        NaN.
     """
 
 def eagle3(

@@ -1,20 +1,65 @@
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, at, check_covers_queries, in_documents, register_mask
+from flexmasks.spec import Band, Size, at, check_covers_queries, in_documents, may_read, register_mask
+
+# The documents in a row of which nobody says how many they are: one for each so many tokens, or at least so many.
+_SHORT, _FEW = 64, 16
+
+
+def _prepare_document(
+    size: Size | None,
+    *,
+    document_ids: Annotated[Tensor, "int[S] | int[B, S]"],
+    contiguous: Annotated[bool, "bool"] = False,
+    max_documents: Annotated[int | None, "length in 1.."] = None,
+) -> dict[str, Any]:
+    _check_bound(contiguous, max_documents)
+    if contiguous and may_read(size, document_ids):
+        _check_promise(document_ids, max_documents)
+    return {"document_ids": document_ids}
+
+
+def _check_bound(contiguous: bool, max_documents: int | None) -> None:
+    if max_documents is not None and not contiguous:
+        raise ValueError(f"`max_documents`, {max_documents}, is for documents end to end: pass contiguous=True, too.")
+
+
+def _check_promise(ids: Tensor, max_documents: int | None) -> None:
+    runs, documents = ((x.diff(dim=-1) != 0).sum(-1) + 1 for x in (ids, ids.sort(-1).values))
+    if not torch.equal(runs, documents):
+        raise ValueError(
+            "`contiguous` promises that the tokens of a document lie next to each other in each row, but in "
+            "`document_ids` other documents stand between them. Leave out `contiguous`."
+        )
+    if max_documents is not None and int(runs.max()) > max_documents:
+        raise ValueError(f"`max_documents` is {max_documents}, but a row has {int(runs.max())} documents.")
+
+
+def _band(size: Size, document_ids: Tensor, contiguous: bool, max_documents: int | None) -> Band | None:
+    _check_bound(contiguous, max_documents)
+    most = torch.sym_max(_FEW, -(-document_ids.shape[-1] // _SHORT)) if max_documents is None else max_documents
+    return in_documents(size, document_ids, most if contiguous else None)
 
 
 @register_mask(
+    prepare=_prepare_document,
     example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]},
-    band=lambda size, document_ids: in_documents(size, document_ids),
+    band=_band,
 )
-def document(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Annotated[Tensor, "int[S] | int[B, S]"]
-) -> Tensor:
+def document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Tensor) -> Tensor:
     """Each query sees the keys of its own document.
 
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
+    contiguous: a promise that the tokens of each document lie next to each other in a row. FlashAttention 4 then takes
+        the documents as sequences without a look of the host at their ids, also inside torch.compile and in a CUDA
+        graph. The promise is checked on a CPU, and on a GPU once for calls that are alike but for values. A broken one
+        gives wrong results.
+    max_documents: with `contiguous`, the most documents in a row, by default one for each 64 tokens, and 16 in short
+        rows. The kernel's time grows with it. If all rows together have more, FlashAttention's output and gradients are
+        NaN.
 
     Combine it with `causal` for packed language modeling: `causal() & document(document_ids=...)`. For documents
     that lie end to end, with another mask inside each, such as a prefix LM, use `packed`, whose values no host has to

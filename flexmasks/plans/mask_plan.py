@@ -586,7 +586,8 @@ class GivenPlan:
 
 def _sequences_of(room: int, heads: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
     sequences: Sequences = cast(Any, band_of(mask, size)).sequences(room)
-    if sequences.kv is sequences.q and 0 < heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
+    # `len` would bind a graph to the number of sequences.
+    if sequences.kv is sequences.q and 0 < heads * sequences.q.shape[0] <= _MAX_SEARCHED_SEQUENCES:
         sequences = sequences.head_after_head(heads, size.q_len)
     return [t for t in sequences if t is not None]
 

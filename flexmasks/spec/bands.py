@@ -30,8 +30,9 @@ class Sequences(NamedTuple):
 
     q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
     kv: Tensor  # the same of keys; q itself for the same sequences
-    # int32[2]: the numbers of queries and of keys before the padding in each batch element. If the band says that the
-    # host must look: the number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
+    # int32[2]: the numbers of queries and of keys before the padding in each batch element, or -1 and -1 if there are
+    # more sequences than these, and what kernels compute must be NaN. If the band says that the host must look: the
+    # number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
     counts: Tensor
     by_head: Tensor | None = None  # as q for [B, H, S, D] in memory order, head after head; None where that is slower
 
@@ -156,12 +157,17 @@ def in_sequences(
     return replace(band, sequences=sequences, has_other_keys=kv_offsets is not None)
 
 
-def in_documents(size: Size, document_ids: Tensor) -> Band | None:
-    """Return the band of documents that lie end to end, if a look at their ids can show later that they do.
+def in_documents(size: Size, document_ids: Tensor, most: int | None = None) -> Band | None:
+    """Return the band of documents that lie end to end, as is promised or as a look at their ids can show later.
 
     document_ids: int[S] or int[B, S], of each query and key.
+    most: the number of documents in a row that is promised, None if nothing is.
     """
-    if not (size.q_len == size.kv_len == document_ids.shape[-1] and can_be_read(document_ids)):
+    if not size.q_len == size.kv_len == document_ids.shape[-1]:
+        return None
+    if most is not None:
+        return Band(sequences=functools.partial(_of_promised_ids, size.batch, document_ids, most))
+    if not can_be_read(document_ids):
         return None
     sequences = functools.partial(_of_ids, size.batch, document_ids)
     return Band(sequences=sequences, check=functools.partial(_check_ids, document_ids))
@@ -169,12 +175,28 @@ def in_documents(size: Size, document_ids: Tensor) -> Band | None:
 
 def _of_ids(batch: int, ids: Tensor, room: int) -> Sequences:
     ids = ids.expand(batch, -1)
-    later, earlier = ids[:, 1:], ids[:, :-1]
-    starts = F.pad(later != earlier, (1, 0), value=True)
-    count = torch.where((later < earlier).any(), -starts.sum(), starts.sum())
-    at = torch.nonzero_static(starts.flatten(), size=room, fill_value=ids.numel()).flatten()
-    laid = F.pad(at, (0, 1), value=ids.numel()).int()
+    starts = _starts_of(ids)
+    count = torch.where((ids[:, 1:] < ids[:, :-1]).any(), -starts.sum(), starts.sum())
+    laid = _laid(starts, room)
     return Sequences(laid, laid, F.pad(count[None], (0, 1)).int())
+
+
+def _of_promised_ids(batch: int, ids: Tensor, most: int, room: int) -> Sequences:
+    starts = _starts_of(ids.expand(batch, -1))
+    laid = _laid(starts, batch * most)
+    before_padding = torch.where(starts.sum() > batch * most, -1, starts.shape[1])
+    return Sequences(laid, laid, before_padding.expand(2).int())
+
+
+def _starts_of(ids: Tensor) -> Tensor:
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+
+
+def _laid(starts: Tensor, room: int) -> Tensor:
+    """The places where `starts` is true, and behind them the number of tokens up to a length of `room` + 1."""
+    at = F.pad(torch.nonzero_static(starts.flatten(), size=room).flatten(), (0, 1), value=-1)
+    # By torch's own `fill_value` a graph would be one for this number of tokens.
+    return torch.where(at < 0, starts.numel(), at).int()
 
 
 def _check_ids(ids: Tensor) -> None:

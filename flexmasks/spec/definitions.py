@@ -409,9 +409,10 @@ def owners_of(parameter: str) -> str:
     """The end of a sentence that names the masks and scores with a parameter, or ""."""
     parts = []
     for kind, known in _NAMES.items():
-        owners = [(len(d.parameters), name) for name, d in known.items() if parameter in d.parameters]
+        having = [(name, d.parameters) for name, d in known.items() if parameter in d.parameters]
+        owners = sorted((sum(p.required for p in own.values()), len(own), name) for name, own in having)
         if owners:
-            names = [name for _, name in sorted(owners)]
+            names = [name for *_, name in owners]
             more, as_in = "s" * (len(names) > 1), f"{kind}=flexmasks.get_{kind}({names[0]!r}, {parameter}=...)"
             parts.append(f"of the {kind}{more} {', '.join(map(repr, names))}, as in {as_in}")
     return f"; `{parameter}` is a parameter {', and '.join(parts)}" if parts else ""

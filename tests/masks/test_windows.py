@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,18 +12,20 @@ from typing import Any, cast
 import flash_double
 import pytest
 import torch
-from helpers import TOLERANCE, check_lse, error, exact, one_in
+from helpers import TOLERANCE, NoLists, NoReads, check_lse, error, exact, one_in
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from benchmarks.examples import on_device
 from flexmasks import Mask, compat, road
-from flexmasks.backends import fa4, fa4_package, flex_flash
+from flexmasks.backends import fa4, fa4_functions, fa4_package, flex_flash
 from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
 from flexmasks.backends.table import BACKENDS
@@ -784,3 +787,113 @@ def test_documents_are_no_sequences_for_other_keys() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.arange(9))
         assert window_of(flexmasks.get_mask("document", document_ids=fake), _size(1, 9, 9)) is None
+
+
+# --- documents that are promised to lie end to end ---
+
+
+@given(st.data())
+def test_promised_documents_are_sequences(data: st.DataObject) -> None:
+    """Nothing of the ids is read, and sequences without room for all documents say so."""
+    length, batch = data.draw(st.integers(1, 100) | st.just(1200)), data.draw(st.integers(1, 3))
+    cuts = data.draw(st.lists(st.sets(st.integers(1, length), max_size=24), min_size=batch, max_size=batch))
+    names = data.draw(st.permutations(range(-9, 16)))
+    rows = [[names[sum(cut <= place for cut in row)] for place in range(length)] for row in cuts]
+    ids = torch.tensor(rows if data.draw(st.booleans()) or batch > 1 else rows[0])
+    count = sum(len({*row}) for row in rows)
+    most = data.draw(st.integers(1, 9) | st.none())
+    window = data.draw(st.integers(0, 9) | st.none())
+    mask = flexmasks.get_mask("document", document_ids=ids, contiguous=True, max_documents=most)
+    plain = flexmasks.get_mask("document", document_ids=ids)
+    if window is not None:
+        mask, plain = (flexmasks.get_mask("sliding_window", window=window) & m for m in (mask, plain))
+    size = _size(batch, length, length)
+    with NoReads(), NoLists():
+        found = window_of(mask, size)
+        assert found == Window(window, None if window is None else 0, 0, (0, length), True)
+        laid, look = MaskPlan(mask, size).sequences()
+    assert look is None
+    room = batch * (max(16, -(-length // 64)) if most is None else most)
+    assert len(laid.q) == room + 1
+    assert laid.counts.tolist() == ([length] * 2 if count <= room else [-1] * 2)
+    if count <= room:
+        sequence = torch.searchsorted(laid.q, torch.arange(batch * length), right=True).view(batch, 1, length)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        shown = sequence[..., None] == sequence[..., None, :]
+        if window is not None:
+            shown &= (distance >= 0) & (distance <= window)
+        want = flexmasks.dense_mask(plain, length, batch=batch)
+        assert torch.equal(shown, want.expand(batch, 1, length, length))
+
+
+@pytest.mark.parametrize(
+    ("ids", "most", "error"),
+    [
+        ([0, 0, 1, 1, 0, 0], None, "`contiguous` promises that .* Leave out `contiguous`."),
+        ([[5, 4, 3, 2, 1, 0], [1, 1, 2, 1, 0, 0]], None, "`contiguous` promises"),
+        ([[1, 1, 1, 1, 1, 1], [3, 3, -1, -1, 0, 0]], 2, "`max_documents` is 2, but a row has 3 documents"),
+        ([3, 3, -1, -1, 0, 0], 3, ""),
+        ([5, 4, 3, 2, 1, 0], None, ""),  # by default there may be fewer of so short ones: a promise of nobody
+    ],
+)
+def test_promises_are_checked_where_values_may_be_read(ids: Any, most: int | None, error: str) -> None:
+    q, given = torch.randn(2, 1, 6, 8), {"document_ids": torch.tensor(ids), "contiguous": True, "max_documents": most}
+    if error:
+        with pytest.raises(ValueError, match=f"mask 'document': {error}"):
+            flexmasks.attention(q, q, q, mask="document", **given)
+        return
+    out = flexmasks.attention(q, q, q, mask="document", **given)
+    want = flexmasks.attention(q, q, q, mask="document", document_ids=given["document_ids"], backend="reference")
+    torch.testing.assert_close(out, want)
+
+
+def test_a_bound_of_documents_needs_the_promise() -> None:
+    mask = flexmasks.get_mask("document", document_ids=torch.arange(6), max_documents=6)
+    for call in (lambda: flexmasks.dense_mask(mask, 6), lambda: window_of(mask, _size(1, 6, 6))):
+        with pytest.raises(ValueError, match=r"mask 'document': `max_documents`, 6, .* pass contiguous=True, too"):
+            call()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_promised_documents_inside_compile(layout: str, is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention runs them, which knows of no others, and new documents compile nothing."""
+    thread = ThreadPoolExecutor(1)  # which sees derivatives, and operators do not
+    differentiate = lambda *args, **given: thread.submit(flash_double.backward, *args, **given).result()  # noqa: E731
+    flash_double.replace(monkeypatch, _flash_attn_bwd=differentiate)
+    monkeypatch.setattr(fa4, "MIN_QUERIES", 16)
+    monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
+    compiled = 0
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return aot_eager(graph, inputs)
+
+    def attend_to(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        mask = flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids, contiguous=True, max_documents=4)
+        return flexmasks.attention(q, k, v, mask=mask, backend="fa4")
+
+    def step(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return checkpoint(attend_to, q, k, v, ids, use_reentrant=False) if is_checkpointed else attend_to(q, k, v, ids)
+
+    with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
+        for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
+            library.impl(operator._opoverload, operator._init_fn, "CPU")
+        run = torch.compile(step, fullgraph=True, backend=compiler)
+        for rows in ([[30, 70], [100]], [[1, 50, 40, 9], [20, 20, 20, 40]], [[100], [20] * 5], [[20] * 5, [20] * 5]):
+            ids = _ids(rows, "any")
+            leaves = [torch.randn(2, 100, 2, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
+            leaves = [(x.contiguous() if layout == "heads" else x).requires_grad_() for x in leaves]
+            out = run(*leaves, ids)
+            slope = torch.randn_like(out)
+            got = torch.autograd.grad(out, leaves, slope)
+            if sum(map(len, rows)) > 8:
+                assert all(x.isnan().all() for x in (out, *got))
+                continue
+            visible = flexmasks.dense_mask("causal", 100) & (ids[:, None, :, None] == ids[:, None, None, :])
+            want, _ = attend(*leaves, visible)
+            torch.testing.assert_close(out, want)
+            for x, y in zip(got, torch.autograd.grad(want, leaves, slope), strict=True):
+                torch.testing.assert_close(x, y)
+    assert compiled == 1

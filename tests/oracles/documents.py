@@ -37,7 +37,7 @@ def prefix_lm(b: int, h: int, q: int, kv: int, size: Case, prefix_len: int | lis
 
 
 @mask_oracle
-def document(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any) -> bool:
+def document(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any, **promises: Any) -> bool:
     """Pairs of equal ids, from one row of ids for all batch elements or one row for each."""
     ids = row_of(document_ids, b)
     return bool(ids[q] == ids[kv])
@@ -121,6 +121,7 @@ CASES: list[Case] = [
     Case("document", {"document_ids": RANDOM.ints(0, 3, 62, dtype=torch.int32)}, q_len=19, kv_len=62, q_offset=43),
     Case("document", {"document_ids": RANDOM.ints(0, 3, 2, 50)}, q_len=19, kv_len=50, q_offset=(5, 31)),
     Case("document", {"document_ids": RANDOM.ints(0, 2, 2, 66)}, q_len=66, kv_len=20),
+    Case("document", {"document_ids": runs([9, 30]), "contiguous": True, "max_documents": 2}, q_len=39, kv_len=39),
     # Ids that differ only above the lowest 32 bits.
     Case("document", {"document_ids": RANDOM.ints(0, 3, 35) * 2**32 + 7}, q_len=35, kv_len=35),
     Case("document", {"document_ids": runs([100, 28, 1, 99, 72], torch.int32)}, q_len=300, kv_len=300),
