@@ -35,8 +35,9 @@ MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
-# In torch's deterministic mode the backward pass counts, for each sequence, head and tile of queries, which tile of keys
-# is next. It makes room for sequences of all tokens. Grouped heads count tiles of keys, too, in as much room at most.
+# In torch's deterministic mode the backward pass counts, for each sequence, head and tile of queries, which tile of
+# keys is next. It makes room for sequences of all tokens. Grouped heads count tiles of keys, too, in as much room at
+# most.
 _COUNTED_QUERIES, _MAX_BYTES_OF_COUNTS = 64, 2 << 30
 
 
