@@ -77,6 +77,7 @@ _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as oth
 _SIZE_OF_DEAR_PARTIAL = 64  # of a head, up to which flex_flash is slow in partial blocks without gradients too
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
+_COST_OF_ORDER = "the reference, which adds in order, takes many times as long"
 
 _FAILURES: Part[str] = Part(KINDS, "failures")  # why a backend failed for a kind of call: "auto" leaves it out
 
@@ -182,7 +183,10 @@ def why_not(name: str, call: Call) -> str | None:
         return "its kernel takes k and v in the dtype of q only"
     sums = backend.adds_in_any_order(call) if call.context.must_be_deterministic else None
     if sums is not None:
-        return f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
+        reason = f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
+        # Where "short" does not run the call either, nothing but the reference does.
+        is_slow = name == "flex" and why_not("short", call) is not None
+        return f"{reason}; {_COST_OF_ORDER}" if is_slow else reason
     return backend.refuses(call)
 
 
