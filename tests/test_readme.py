@@ -68,15 +68,17 @@ def own(kind: str) -> str:
 
 def speed() -> str:
     """Return the table of speed, ten rows of figures from the results files."""
-    rows = [*_attention_speed(), _training_speed(), _decoding_speed(), _blocks_speed(), _softmax_speed()]
+    of_packed = _documents_speed()
+    rows = [*_attention_speed(), *of_packed, _training_speed(), _decoding_speed(), _blocks_speed(), _softmax_speed()]
     made = results("attention_gpu")["machine"]
+    of_documents = bench_documents.sentence(results("documents_gpu")) if of_packed else ""
     about = textwrap.fill(
         f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
-        "torch takes. The first six rows are attention, forward and backward, bfloat16, batch 16, 16 heads, 8,192 "
-        "tokens, head size 128. The step of training is measured by the recipe `packed_language_model`; decoding is "
-        "one query for each of 64 sequences of up to 8,192 keys, 32 heads in groups of 4, new lengths at every step. "
-        "Compiled torch is `flex_attention`, `create_block_mask` or a softmax under `torch.compile`. A mask as a "
-        "tensor goes to SDPA or to an eager softmax.",
+        f"torch takes. The first {'five' if of_packed else 'six'} rows are attention, forward and backward, bfloat16, "
+        f"batch 16, 16 heads, 8,192 tokens, head size 128{of_documents}. Decoding is a query each for 64 "
+        "sequences of up to 8,192 keys, 32 heads in groups of 4, new lengths each time. Compiled torch is "
+        "`flex_attention`, `create_block_mask` or a softmax under `torch.compile`. Masks as tensors go to SDPA or "
+        "eager softmax.",
         COLUMNS,
     )
     head = ["ms", "flexmasks", "compiled torch", "a mask as a tensor"]
@@ -98,12 +100,22 @@ def _attention_speed() -> list[list[str]]:
     return [
         _row(title, ms[case, "flexmasks"], ms[case, "flex_attention"], ms.get((case, "SDPA + mask")))
         for case, title in titles.items()
+        if case != "document, causal" or not _documents_speed()  # which is a row of documents, too
     ]
+
+
+def _documents_speed() -> list[list[str]]:
+    """Return the row of packed documents, once they are measured."""
+    if not (RESULTS / "documents_gpu.json").exists():
+        return []
+    count, ours, flex, _ = bench_documents.headline(results("documents_gpu"))
+    return [_row(f"{count} packed documents, new ones at each step", ours, flex, None)]
 
 
 def _training_speed() -> list[str]:
     step = {row[""]: row["ms for a step"] for row in results("packed_language_model")["rows"]}
-    return _row("a step of training, packed documents", step["flexmasks"], None, step["SDPA + materialised mask"])
+    title = "a step of training, [packed documents](recipes/packed_language_model.py)"
+    return _row(title, step["flexmasks"], None, step["SDPA + materialised mask"])
 
 
 def _decoding_speed() -> list[str]:

@@ -410,12 +410,19 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def sentence(results: dict[str, Any]) -> str:
-    """Return in one sentence what documents of the first case take here and by FlashAttention 4."""
+def headline(results: dict[str, Any]) -> tuple[int, float, float, float]:
+    """Return the number of documents of the first case, and what both passes take here, by flex and by FA4 varlen."""
     (_, sizes), ms = next(iter(_cases(results).items()))
+    count = next(case.documents for case in _CASES if case.describe() == sizes)
+    return count, ms[NEW, BOTH], ms[FLEX, BOTH], ms[FA4, BOTH]
+
+
+def sentence(results: dict[str, Any]) -> str:
+    """Return the sizes of the first case and what FlashAttention 4 takes, as the end of a sentence."""
+    case, least = _CASES[0], headline(results)[-1]
     return (
-        f"Packed documents ({sizes}, new ones at each step, forward and backward) take {ms[NEW, BOTH]:.3g} ms, "
-        f"FlashAttention 4's varlen function with ready offsets {ms[FA4, BOTH]:.3g}."
+        f"; packed documents are {case.length:,} tokens, {case.heads} heads in groups of "
+        f"{case.heads // case.kv_heads}, for which FlashAttention 4's varlen function takes {least:.3g}"
     )
 
 

@@ -850,9 +850,9 @@ def test_the_page_of_documents() -> None:
         assert expected in lines, text
     assert "3 of 5 figures hold them; above them are:" in text
     assert "takes the backend fa4 or flex." in text
-    assert bench_documents.sentence(results).endswith(
-        "take 4 ms, FlashAttention 4's varlen function with ready offsets 3."
-    )
+    assert bench_documents.headline(results) == (24, 4.0, 6.0, 3.0)
+    told = bench_documents.sentence(results)
+    assert told.endswith("32,768 tokens, 32 heads in groups of 4, for which FlashAttention 4's varlen function takes 3")
     chart = bench_documents.chart(results)
     widths = dict(re.findall(r">([^<>]+)</text>\n<rect x='210' y='\d+' width='([\d.]+)'", chart))
     assert float(widths["compiled flex"]) == pytest.approx(2 * 590 / 2.0, abs=0.1)
