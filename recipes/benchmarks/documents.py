@@ -35,9 +35,11 @@ _WARM_STEPS = 2 * _DRAWS  # plans of new tensors are exact at first, then record
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # largest difference of outputs of random tokens
 FORWARD, BOTH = "forward", "both"
 NEW, REPEATED, HELD, PACKED = "flexmasks", "flexmasks, repeated mask", "flexmasks, held plan", "flexmasks, packed"
+PROMISED = "flexmasks, contiguous"
 FA4, VARLEN, FLEX = "FA4 varlen", "torch varlen_attn", "compiled flex"
 CUDNN, CUDNN_NEW = "cuDNN, ready plan", "cuDNN, new plan"
-_WHO = NEW, REPEATED, HELD, PACKED, FA4, VARLEN, CUDNN, CUDNN_NEW, FLEX
+_OURS = NEW, PROMISED, PACKED, REPEATED, HELD
+_WHO = *_OURS, FA4, VARLEN, CUDNN, CUDNN_NEW, FLEX
 # The most of the time of FlashAttention 4, called directly, that flexmasks may take.
 _BAR_LONG, _BAR_SHORT, _BAR_HELD = 1.15, 1.5, 1.1
 _LONG = 32768  # tokens of a batch from which the first one holds
@@ -138,10 +140,10 @@ class _Setting:
         return out.view(self.upstream.shape)
 
 
-def mask_of(case: Case, ids: Tensor) -> Mask:
+def mask_of(case: Case, ids: Tensor, contiguous: bool = False) -> Mask:
     """Return the mask as users of this library write it."""
     inner = get_mask("causal") if case.window is None else get_mask("sliding_window", window=case.window)
-    return inner & get_mask("document", document_ids=ids)
+    return inner & get_mask("document", document_ids=ids, **({"contiguous": True} if contiguous else {}))
 
 
 def _ours(setting: _Setting) -> dict[str, Step]:
@@ -167,6 +169,7 @@ def _ours(setting: _Setting) -> dict[str, Step]:
         REPEATED: lambda i: attend(masks[i]),
         HELD: lambda i: attend(plans[i]),
         PACKED: by_offsets,
+        PROMISED: lambda i: attend(mask_of(case, setting.ids[i].clone(), contiguous=True)),
     }
 
 
@@ -299,7 +302,7 @@ def ready(case: Case, device: torch.device) -> Ready:
                     raise ValueError(f"its output differs by {difference:.3g} from that of {NEW}")
                 calls[who] = call
             except Exception as error:
-                if who in (NEW, REPEATED, HELD, PACKED):
+                if who in _OURS:
                     raise
                 made.left_out[who] = reason_of(who, error)
                 del steps[who]
@@ -368,7 +371,7 @@ def _verdict(results: dict[str, Any]) -> str:
     cases, kept, above = _cases(results), 0, []
     for row in results["rows"]:
         base = cases[row["case"], row["shape"]].get((FA4, row["kind"]))
-        if base is None or row["who"] not in (NEW, REPEATED, HELD, PACKED):
+        if base is None or row["who"] not in _OURS:
             continue
         share, bar = row["ms"] / base, _bar(row["who"], row["tokens"])
         kept += share <= bar

@@ -100,6 +100,9 @@ _WINDOWS: dict[str, dict[str, Any]] = {
     "window": {"mask": "sliding_window", "window": 9},
     "packed": {"mask": flexmasks.packed("causal", [0, 3, 23, 40])},
     "documents": {"mask": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=_IDS)},
+    "contiguous": {
+        "mask": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=_IDS, contiguous=True)
+    },
     "window of documents": {
         "mask": flexmasks.get_mask("sliding_window", window=5) & flexmasks.get_mask("document", document_ids=_IDS)
     },
@@ -259,10 +262,12 @@ def test_flash_attention_4_adds_in_order(
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     window = flexmasks.get_mask("sliding_window", window=300)
     causal, starts = flexmasks.get_mask("causal"), torch.arange(0, 4097, 256, device="cuda", dtype=torch.int32)
-    document = flexmasks.get_mask("document", document_ids=torch.arange(4096, device="cuda") // 300)
+    ids = torch.arange(4096, device="cuda") // 300
+    document = flexmasks.get_mask("document", document_ids=ids)
     mask = {
         "causal": causal, "window": window, "packed": flexmasks.packed("causal", starts),
         "documents": causal & document, "window of documents": window & document,
+        "contiguous": causal & flexmasks.get_mask("document", document_ids=ids, contiguous=True),
     }[kind]  # fmt: skip
     shapes = [(2, heads, 4096, 64) for heads in (8, kv_heads, kv_heads)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]

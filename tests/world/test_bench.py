@@ -788,7 +788,7 @@ def test_figures_of_documents_are_written(tmp_path: Path, capsys: pytest.Capture
     command = ["documents", "--device", "cpu", "--quick", "--only", "4 / 2 heads", "--json", str(file)]
     assert main(command) == 0, capsys.readouterr().err
     rows = json.loads(file.read_text())["rows"]
-    ours = ["flexmasks", "flexmasks, repeated mask", "flexmasks, held plan", "flexmasks, packed"]
+    ours = [f"flexmasks{way}" for way in ("", ", repeated mask", ", held plan", ", packed", ", contiguous")]
     assert [(r["kind"], r["who"]) for r in rows] == [(k, w) for k in ("forward", "both") for w in ours]
     printed = capsys.readouterr().out
     for row in rows:
