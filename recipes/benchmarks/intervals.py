@@ -171,14 +171,20 @@ def ready(case: Case, device: torch.device, deadline: float | None = None) -> Re
         next_maker = itertools.cycle(makers)
         return Way(backend, is_deterministic, lambda: with_mask(next(next_maker)()), with_mask(makers[0]()))
 
-    def cudnn(is_deterministic: bool) -> Way:
-        package = importlib.import_module("cudnn")
-        funcs = []
+    @functools.cache
+    def funcs() -> list[Tensor]:
+        made = []
         for make in makers:
             seen = dense_mask(make(), case.length, case.length, batch=case.batch, device=device)
-            funcs.append(intervals_of(seen.expand(case.batch, 1, -1, -1)[:, 0]))
+            made.append(intervals_of(seen.expand(case.batch, 1, -1, -1)[:, 0]))
             del seen
-        next_func = itertools.cycle(funcs)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # several cases may be prepared at once, and such a mask takes gigabytes
+        return made
+
+    def cudnn(is_deterministic: bool) -> Way:
+        package = importlib.import_module("cudnn")
+        next_func = itertools.cycle(funcs())
 
         def with_plan(plan: Any) -> Step:
             return lambda: both(package.flex_attn_func(*leaves, mask_plan=plan, deterministic=is_deterministic))
@@ -186,8 +192,10 @@ def ready(case: Case, device: torch.device, deadline: float | None = None) -> Re
         def plan(func: Tensor) -> Any:
             return package.create_mask_plan(func.clone(), *leaves, build_backward=True)
 
-        first = with_plan(plan(funcs[0]))
-        return Way(CUDNN, is_deterministic, lambda: with_plan(plan(next(next_func))), first, lambda: plan(funcs[0]))
+        held, func = plan(funcs()[0]), funcs()[0]
+        return Way(
+            CUDNN, is_deterministic, lambda: with_plan(plan(next(next_func))), with_plan(held), lambda: plan(func)
+        )
 
     by_head, taken = [x.transpose(1, 2) for x in leaves], {}
     for mode in (False, True):
@@ -200,7 +208,6 @@ def ready(case: Case, device: torch.device, deadline: float | None = None) -> Re
     if device.type != "cuda":
         todo = [(taken[False], False), (CUDNN, False), (CUDNN, True), (taken[True], True)]
     expected: tuple[Tensor, ...] | None = None
-    results = {}
     for who, mode in dict.fromkeys(todo):
         name = f"{who}{', deterministic' if mode else ''}"
         if deadline is not None and time.time() > deadline:
@@ -210,25 +217,24 @@ def ready(case: Case, device: torch.device, deadline: float | None = None) -> Re
         try:
             with _mode(mode):
                 way = cudnn(mode) if who == CUDNN else ours(who, mode)
-                outputs = [way.with_old() for _ in range(6 if mode else 2)]
+                output = way.with_old()
+                same = [all(map(torch.equal, output, way.with_old())) for _ in range(5 if mode else 1)]
                 for _ in range(2 * _DRAWS):
                     way.with_new()()
                 synchronize(device)
-            expected = outputs[0] if expected is None else expected
-            error = max(
-                float((a - b).float().norm() / b.float().norm()) for a, b in zip(outputs[0], expected, strict=True)
-            )
+            expected = output if expected is None else expected
+            error = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(output, expected, strict=True))
             if not error <= _TOLERANCE:
                 raise ValueError(f"its results differ by {error:.3g} from those of {made.ways[0].who}")
-            results = {"error": float(f"{error:.2g}"), "is_auto": who == taken[mode]}
+            results: Row = {"error": float(f"{error:.2g}"), "is_auto": who == taken[mode]}
             if mode:
-                results["same_bits"] = all(
-                    torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True)
-                )
+                results["same_bits"] = all(same)
             made.about[who, mode] = results
             made.ways.append(way)
         except Exception as error:
             made.left_out[name] = reason_of(name, error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return made
 
 
