@@ -15,6 +15,7 @@ WHAT = {
     "attention": "masks and scores, against flex_attention, SDPA and other libraries",
     "steps": "loops whose masks have new tensors at every step, against torch",
     "documents": "packed documents, against varlen kernels and compiled flex",
+    "choice": "all backends, for the table of times by which the fastest is chosen",
     "intervals": "interval masks of cuDNN, against the backends here",
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",

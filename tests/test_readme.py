@@ -29,16 +29,17 @@ import flexmasks
 from benchmarks import attention as bench_attention
 from benchmarks import biases as bench_biases
 from benchmarks import blocks as bench_blocks
+from benchmarks import choice_table, limits_tables, steps_tables
 from benchmarks import data as bench_data
 from benchmarks import documents as bench_documents
 from benchmarks import intervals as bench_intervals
-from benchmarks import limits_tables, steps_tables
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
+from flexmasks.backends import measured_times, times
 from flexmasks.backends.call import Plans
 from flexmasks.backends.table import BACKENDS, Backend
 from flexmasks.plans.mask_plan import MaskPlan
@@ -153,6 +154,11 @@ def data(name: str) -> str:
     return bench_data.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def choice() -> str:
+    """Return the table of calls that judge the choice of a backend."""
+    return choice_table.markdown(results("choice_gpu"))
+
+
 def documents(name: str) -> str:
     """Return the picture and the table of packed documents from a results file."""
     if not (RESULTS / f"{name}.json").exists():
@@ -222,6 +228,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/steps.md": {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
+    "recipes/results/choice.md": {"choice_gpu": choice},
     "recipes/results/documents.md": {"documents_gpu": functools.partial(documents, "documents_gpu")},
     "recipes/results/tried.md": {"cudnn_gpu": functools.partial(tried, "cudnn_gpu")},
     "recipes/results/serve.md": {
@@ -278,6 +285,17 @@ def test_the_pictures_are_up_to_date() -> None:
         assert (ROOT / file).read_text(encoding="utf-8") == picture.svg(), "run `python tests/test_readme.py`"
     for file, chart in charts().items():
         assert (ROOT / file).read_text(encoding="utf-8") == chart, "run `python tests/test_readme.py`"
+
+
+def test_the_table_of_times_is_up_to_date() -> None:
+    """The same numbers are fitted on any machine, but for rounding."""
+    fitted: dict[str, Any] = {}
+    exec(choice_table.source(results("choice_gpu")["rows"]), fitted)
+    for name in ("HOST", "DEVICE"):
+        kept = getattr(measured_times, name)
+        assert kept.keys() == fitted[name].keys(), "run `python tests/test_readme.py`"
+        for key, value in fitted[name].items():
+            assert value == pytest.approx(kept[key], rel=0.02, abs=1e-6), "run `python tests/test_readme.py`"
 
 
 @pytest.mark.parametrize("kind", stubs.FILES)
@@ -430,6 +448,9 @@ if __name__ == "__main__":
         (ROOT / file).write_text(picture.svg(), encoding="utf-8")
     for file, chart in charts().items():
         (ROOT / file).write_text(chart, encoding="utf-8")
+    table = choice_table.source(results("choice_gpu")["rows"])
+    Path(measured_times.__file__).write_text(table, encoding="utf-8")
+    exec(table, vars(times))  # the page tells what this table chooses
     for kind, file in stubs.FILES.items():
         (ROOT / file).write_text(stubs.stub(kind), encoding="utf-8")
     for name in GENERATED:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, forms, reference, sdpa, short, waiting
+from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, reference, sdpa, short, times, waiting
 from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, first_line
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import Unfit, passing_error
@@ -67,16 +67,8 @@ BACKENDS = {
         Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True),
     )
 }  # fmt: skip
-# A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flex_flash. These are
-# the floating-point operations of a forward pass, over the computed pairs, from which fa4 and flex_flash are faster
-# (H200).
-_FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
-_LOOK_MIN_FLOP = 500e9  # from which new ids of documents, at which the host looks, are faster by fa4 in a single call
-_SHORT_MAX_FLOP = 40e9  # over all pairs
 _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as others (H100)
-_SIZE_OF_DEAR_PARTIAL = 64  # of a head, up to which flex_flash is slow in partial blocks without gradients too
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, flex is faster, but from pages
-_DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flex_flash takes 0.2 to 0.7 of flex's time
 _COST_OF_ORDER = "the reference, which adds in order, takes many times as long"
 
 _FAILURES: Part[str] = Part(KINDS, "failures")  # why a backend failed for a kind of call: "auto" leaves it out
@@ -112,56 +104,26 @@ def _fastest_first(call: Call) -> list[Backend]:
         waits = waiting.uncompiled(call) is not None
         return [*(b for b in BACKENDS.values() if not (waits and b.name == "flex")), *[BACKENDS["flex"]] * waits]
     is_decoding = call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and why_not("decode", call) is None
-    own = "decode" if is_decoding else "short" if _is_small(call) else None
-    if own is not None:  # without a look at blocks, which no other such call may need
-        first = ["sdpa", own]
-        return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
-    slow: list[str] = ["decode", "short"]
-    if fa4_package.refuses_package(call) is None:
-        window = call.mask.window
-        flop = _flop_of_all_pairs(call) * call.mask.computed_fraction()
-        least = _FA4_MIN_FLOP
-        if window is not None and window.has_sequences:
-            least = _LOOK_MIN_FLOP if window.by_look else 0
-        if flop < least:
-            slow.append("fa4")
-        # Where a tensor is read at every pair, a partial block costs flex_flash 3.2 full blocks, and flex 1.4 of its
-        # own, which are 1.5 of flex_flash's (forward and backward pass, H200). Of documents of 200 to 600 tokens the
-        # forward pass alone takes flex_flash 1.2 to 1.65 of flex's time with head size 64, 0.93 to 1.15 with 96 and
-        # 128 (H200). In blocks for larger heads flex_flash takes 0.5 of flex's time even where most blocks are partial
-        # (documents of 600 tokens, H100).
-        size = call.q.shape[3]
-        pays_for_partial = (call.needs_grad or size <= _SIZE_OF_DEAR_PARTIAL) and (
-            flex_flash.block_size(size, call.q.device) is None
-        )
-        rows = call.q.shape[0] * call.q.shape[1]
-        is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_bits(call))
-        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.mask.is_mostly_partial(rows))):
-            slow.append("flex_flash")
-    return _in_order(slow)
+    if is_decoding or _is_for_short(call):
+        first = ["sdpa", "decode" if is_decoding else "short"]
+    else:
+        first = times.fastest(call, [name for name in times.MEASURED if _may_be_able(name, call)])
+    return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
 
 
-def _in_order(slow: list[str]) -> list[Backend]:
-    """Return the backends in the order of the table, with the slow ones behind the others, before the reference."""
-    names = [name for name in BACKENDS if name not in slow]
-    names[-1:-1] = slow
-    return [BACKENDS[name] for name in names]
+def _may_be_able(name: str, call: Call) -> bool:
+    """Return whether a backend may be able to run a call. Whether FLASH is takes a look at functions, at its turn."""
+    return (fa4_package.refuses_package if name == "flex_flash" else functools.partial(why_not, name))(call) is None
 
 
-def _is_small(call: Call) -> bool:
-    """Return whether "short" is best for a call on a GPU.
+def _is_for_short(call: Call) -> bool:
+    """Return whether "short" is best for a call on a GPU, whatever its size.
 
-    It is for calls that are so small that the host's time decides, and for those of any size that add what learns:
-    other kernels sum its gradient by atomics, in another order at each run. Where a tensor is added as it is, it is as
-    fast as others in small heads, and needs no blocks.
+    It is where a score adds what learns: other kernels sum its gradient by atomics, in another order at each run. Where
+    a tensor is added as it is, "short" is as fast as others in small heads, and needs no blocks.
     """
     is_bias = isinstance(call.score, ScorePlan) and call.score.is_bias and call.q.shape[3] <= _SIZE_FOR_BIAS
-    is_small = call.learns or is_bias or _flop_of_all_pairs(call) <= _SHORT_MAX_FLOP
-    return is_small and short.refuses(call) is None
-
-
-def _flop_of_all_pairs(call: Call) -> int:
-    return 2 * call.q.shape[:3].numel() * call.k.shape[2] * (call.q.shape[3] + call.v.shape[3])
+    return (call.learns or is_bias) and short.refuses(call) is None
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:

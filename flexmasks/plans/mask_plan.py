@@ -8,11 +8,10 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks import limits
@@ -49,7 +48,7 @@ from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
 from flexmasks.spec.values import Mask
 
-_UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
+UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _ROOM = 64  # the least, for documents that are sequences
 # Reading q, k and v head after head copies nothing. But FlashAttention searches the list of sequences for every tile.
@@ -60,7 +59,6 @@ _FIRST = "these are the first tensors of their shapes"
 # shorter ones on flex (H200); if nothing is known of their lengths but that they are between 128 and the row's, most
 # are longer in such rows. So are those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
-_PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 _BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
 _WHOLE: Part[Whole] = Part(PLANS, "whole")
@@ -68,8 +66,16 @@ _SEQUENCES: Part[Sequences] = Part(PLANS, "sequences")
 _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
 _DATA: Part[MaskData] = Part(PLANS, "data")
 # Facts about the first masks of their kinds.
-_MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
+_COMPUTED: Part[Computed] = Part(KINDS, "computed_blocks")
 _Form = TypeVar("_Form", bound=HasBytes)
+
+
+class Computed(NamedTuple):
+    """The blocks of 128 x 128 that kernels compute for 128 queries of a head, on average."""
+
+    full: float
+    partial: float
+    reads_tensors: bool = False  # whether the mask's function reads tensors for each pair of a partial block
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,12 @@ class _PreparedMask(Prepared):
         return super().nbytes + sum(t.nbytes for t in self.layout.indices)
 
     @functools.cached_property
-    def computed_fraction(self) -> float:  # kept with the blocks, because finding it waits for the GPU
-        return 1 - Blocks(self.layout.block_mask(noop_mask)).sparsity
+    def computed(self) -> Computed:  # kept with the blocks, because finding it waits for the GPU
+        partial, full = self.layout.indices[0], self.layout.indices[2]
+        height, width = self.layout.block_size
+        rows = partial.numel() * height / BLOCK_SIZE[0]
+        counts = torch.stack([full.sum(), partial.sum()]).tolist()
+        return Computed(*(n * height * width / math.prod(BLOCK_SIZE) / rows for n in counts))
 
 
 class MaskPlan(ModifierPlan):
@@ -436,37 +446,30 @@ class MaskPlan(ModifierPlan):
         cost = "each change of the tensors takes some milliseconds, and waits for the device"
         return f"exact: {reason}; {cost}"
 
-    def computed_fraction(self) -> float:
-        """The approximate fraction of all pairs that is computed.
+    def computed(self, rows: int, may_look: bool = True) -> Computed:
+        """The blocks that kernels compute, without waiting for a GPU at each new value of a tensor.
 
-        It is one half where tensors decide: which backend is fastest must not change with what they hold.
-        """
-        if self.tensors or not isinstance(self.offset, int):
-            return _UNKNOWN_FRACTION
-        window = self.window
-        if window is not None:
-            pairs = self.size.q_len * self.size.kv_len
-            return _UNKNOWN_FRACTION if window.has_sequences else window.pairs(self.size.q_len) / pairs
-        return self._prepared.computed_fraction if self.size.may_read else _UNKNOWN_FRACTION
-
-    def is_mostly_partial(self, rows: int) -> bool:
-        """Whether kernels may read tensors in many partial blocks, at least half as many as full ones.
-
-        The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
-        In a graph the answer follows from names and shapes.
+        The first mask of a function decides for all of about its lengths: which backend is fastest must not change with
+        what tensors hold. In a graph, and without a look at blocks, the answer follows from names and shapes.
 
         rows: batch elements x heads of the call.
         """
-        if not (self.opaque or self.size.may_read):
-            return self._may_be_mostly_partial(rows)
-        if self.opaque or not (self.tensors or reads_made_tensors(self.value, self._prepared.resolved)):
-            return False
-        known = _MOSTLY_PARTIAL.get(self.kernel_key)
-        if known is None and not is_capturing(self.size.device):
-            indices = self._prepared.layout.indices
-            known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
-            _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
-        return bool(known)
+        if self.window is not None and not self.window.has_sequences:
+            return Computed(*self.window.blocks(self.size.q_len))
+        if may_look and self.size.may_read and isinstance(self.offset, int):
+            key = self.kernel_key, self.size.q_len.bit_length(), self.size.kv_len.bit_length()
+            known = _COMPUTED.get(key) if self.tensors else None
+            if known is None and not is_capturing(self.size.device):
+                tensors = [] if self.opaque else [*self.tensors, *tensors_of(self._prepared.resolved)]
+                known = self._prepared.computed._replace(reads_tensors=any(t.numel() > rows for t in tensors))
+                if self.tensors and not self.opaque:
+                    _COMPUTED.put(key, (), known, FACT)
+            if known is not None:
+                return known
+        half = compat.size_hint(self.size.kv_len) * UNKNOWN_FRACTION / BLOCK_SIZE[1]
+        if not (self.size.may_read or self.opaque) and self._may_be_mostly_partial(rows):
+            return Computed(0, half, True)
+        return Computed(half, 1)
 
     def _may_be_mostly_partial(self, rows: int) -> bool:
         if not self.is_by_library and self.tensors:
@@ -577,11 +580,8 @@ class GivenPlan:
     def explained(self) -> str:
         return "the given block mask"
 
-    def computed_fraction(self) -> float:
-        return _UNKNOWN_FRACTION
-
-    def is_mostly_partial(self, rows: int) -> bool:
-        return False
+    def computed(self, rows: int, may_look: bool = True) -> Computed:
+        return Computed(self._block_mask.seq_lengths[1] * UNKNOWN_FRACTION / BLOCK_SIZE[1], 1)
 
 
 def _sequences_of(room: int, heads: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:

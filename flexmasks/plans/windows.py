@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.context import reads_at_once
-from flexmasks.plans.sizes import Offset
+from flexmasks.plans.sizes import BLOCK_SIZE, Offset
 from flexmasks.spec.bands import Band, band_of, intersection
 from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
@@ -41,15 +41,21 @@ class Window:
 
     def pairs(self, q_len: int) -> float:
         """Return the approximate number of visible pairs, ignoring sequences. A pair is a query and a key."""
-        keys = self.keys[1] - self.keys[0]
+        first, stop, offset, q_len = map(compat.size_hint, (*self.keys, self.offset, q_len))
+        keys: int = stop - first
 
         def below(diagonal: int) -> float:
             """Return the number of pairs with 0 <= kv < min(keys, q + diagonal)."""
             first, last = (min(max(n, 0), keys) for n in (diagonal, diagonal + q_len))
             return (last - first) * (last + first) / 2 + keys * max(0, diagonal + q_len - max(diagonal, keys))
 
-        visible = q_len * keys if self.right is None else below(self.offset + self.right)
-        return visible if self.left is None else visible - below(self.offset - self.left)
+        visible = q_len * keys if self.right is None else below(offset + compat.size_hint(self.right))
+        return visible if self.left is None else visible - below(offset - compat.size_hint(self.left))
+
+    def blocks(self, q_len: int) -> tuple[float, float]:
+        """The approximate numbers of full and partial blocks of 128 x 128 for 128 queries: each edge cuts one."""
+        partial = (self.left is not None) + (self.right is not None)
+        return max(0.0, self.pairs(q_len) / compat.size_hint(q_len) / BLOCK_SIZE[1] - partial / 2), partial
 
 
 @dataclass

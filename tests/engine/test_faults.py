@@ -29,7 +29,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode, fa4_package, flex_kernels, sdpa, short, table, tiles
+from flexmasks.backends import decode, fa4_package, flex_kernels, forms, sdpa, short, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -134,7 +134,7 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
     import torch._inductor.compile_fx as compiler
 
     tensors, call = _qkv(), {"mask": _own, "backend": "auto"}
-    monkeypatch.setattr(table.forms, "_is_as_fast", lambda call: False)
+    monkeypatch.setattr(forms, "_is_as_fast", lambda call: False)
     for fault in (MISSING, RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()):
         with monkeypatch.context() as patched, torch._inductor.config.patch(force_disable_caches=True):
             _fails(patched, compiler, "fx_codegen_and_compile", fault)

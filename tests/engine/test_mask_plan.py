@@ -31,6 +31,7 @@ from flexmasks.spec.structure import Opaque
 BATCH, HEADS, LENGTH = 2, 2, 512
 CPU = torch.device("cpu")
 SIZE = Size(BATCH, 1, LENGTH, LENGTH, CPU)
+_IMAGE = {"height": 32, "width": 40, "kernel": 5}
 
 
 def of_ids(ids: Tensor) -> Callable[..., Tensor]:
@@ -332,12 +333,40 @@ def test_lengths_that_change_are_recorded_late_on_a_cpu(monkeypatch: pytest.Monk
     assert [step(64) for _ in range(20)] == [0] * 15 + [1] * 5
 
 
-@pytest.mark.parametrize("length", [64, 200, 640, 1280])
-def test_a_mask_is_mostly_partial_from_half_as_many_partial_blocks_as_full_ones(length: int) -> None:
-    """Of documents of a length, whose ids kernels would read; of a mask without tensors never."""
+def _of_documents(length: int, each: int) -> Mask:
+    return get_mask("document", document_ids=torch.arange(length) // each)
+
+
+@pytest.mark.parametrize("mask", [_of_documents(1280, 200), get_mask("natten", **_IMAGE)], ids=["tensor", "tables"])
+def test_the_blocks_that_are_computed(mask: Mask) -> None:
+    """As many of 128 x 128 for 128 queries, in blocks of any size, of this mask or the first of its kind."""
     flexmasks.clear_caches()
-    mask = get_mask("document", document_ids=torch.arange(1280) // length)
-    blocks = mask.blocks(1280)
-    planned = mask_plan.MaskPlan(mask, Size(1, 1, 1280, 1280, torch.device("cpu")))
-    assert planned.is_mostly_partial(1) == (2 * blocks.partial > blocks.full)
-    assert planned.is_mostly_partial(1) == (length < 640)
+    size = Size(1, 1, 1280, 1280, CPU)
+    blocks = mask.blocks(1280, block_size=128)
+    found = MaskPlan(mask, size).computed(1)
+    assert found == (blocks.full / 10, blocks.partial / 10, True)
+    smaller = mask.blocks(1280, block_size=64)
+    flexmasks.clear_caches()
+    assert MaskPlan(mask, size, block_size=(64, 64)).computed(1)[:2] == (smaller.full / 40, smaller.partial / 40)
+
+
+def test_the_first_mask_of_a_kind_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones of about the same lengths are not looked at."""
+    flexmasks.clear_caches()
+    first = MaskPlan(_of_documents(1280, 200), Size(1, 1, 1280, 1280, CPU)).computed(1)
+    monkeypatch.setattr(MaskPlan, "_prepared", property(lambda self: pytest.fail("its blocks are looked at")))
+    assert MaskPlan(_of_documents(1100, 30), Size(1, 1, 1100, 1100, CPU)).computed(1) == first
+    assert MaskPlan(_of_documents(640, 30), Size(1, 1, 640, 640, CPU)).computed(1, may_look=False) == (2.5, 1, False)
+
+
+_WINDOWS = {"causal": {}, "full": {}, "sliding_window": {"window": 256}, "local": {"left": 128, "right": 512}}
+
+
+@pytest.mark.parametrize("name", _WINDOWS)
+def test_the_blocks_of_a_window_are_known_without_a_look(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = get_mask(name, **_WINDOWS[name])
+    blocks = mask.blocks(2048, block_size=128)
+    monkeypatch.setattr(MaskPlan, "_prepared", property(lambda self: pytest.fail("its blocks are looked at")))
+    found = MaskPlan(mask, Size(1, 1, 2048, 2048, CPU)).computed(1)
+    assert found.full == pytest.approx(blocks.full / 16, rel=0.1)
+    assert found.partial == pytest.approx(blocks.partial / 16, rel=0.2)

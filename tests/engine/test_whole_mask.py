@@ -35,7 +35,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks import road
-from flexmasks.backends import short, table
+from flexmasks.backends import short
 from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, spans_of
 from flexmasks.plans import plan
 
@@ -607,7 +607,6 @@ def test_auto_takes_it_for_small_calls() -> None:
     assert backend(4096, heads=64) in others
     assert backend(256, score="softcap", cap=3.0) in others
     assert backend(256, dtype=torch.float32) == backend(256, size=256) == "flex"
-    assert table._SHORT_MAX_FLOP > 0
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -25,9 +25,10 @@ import flexmasks
 from benchmark import main
 from benchmarks import attention as bench_attention
 from benchmarks import blocks as bench_blocks
+from benchmarks import choice as bench_choice
+from benchmarks import choice_table, first_calls, limits_tables, loops, peers, steps_tables
 from benchmarks import data as bench_data
 from benchmarks import documents as bench_documents
-from benchmarks import first_calls, limits_tables, loops, peers, steps_tables
 from benchmarks import intervals as bench_intervals
 from benchmarks import limits as bench_limits
 from benchmarks import models as bench_models
@@ -40,7 +41,8 @@ from benchmarks import trees as bench_trees
 from benchmarks.memory import peak_bytes
 from benchmarks.model import Sizes
 from benchmarks.runner import measure_passes, measure_steps
-from flexmasks.backends import flex_kernels
+from flexmasks.backends import flex_kernels, times
+from flexmasks.backends.table import BACKENDS
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import mask_plan
@@ -777,6 +779,50 @@ def test_the_tables_of_steps() -> None:
     assert "| waits |" not in steps_tables.markdown(
         {"machine": machine, "rows": [{**r, "synchronizations": None} for r in rows[:2]]}
     )
+
+
+# --- the choice of a backend ---
+
+
+def test_figures_of_all_backends_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what their times depend on, and why a backend did not run."""
+    uses = {"causal": bench_choice.FIT, "documents": bench_choice.CHECK}
+    groups = [bench_choice.Group(mask, 16, (bench_choice.Case(use, 2, 256, 16),), 2, 2) for mask, use in uses.items()]
+    monkeypatch.setattr(bench_choice, "groups", lambda: groups)
+    monkeypatch.setattr(bench_choice, "choose", lambda call: ([BACKENDS["short"], BACKENDS["sdpa"]], {}))
+    monkeypatch.setattr(bench_choice, "_MOST_CALLS", 2)
+    file = tmp_path / "choice.json"
+    assert main(["choice", "--device", "cpu", "--quick", "--json", str(file)]) == 0
+    rows = [r for r in json.loads(file.read_text())["rows"] if r["gradients"]]
+    assert [(r["mask"], r["new"]) for r in rows] == [("causal", False), ("documents", True), ("documents", False)]
+    causal, documents, _ = rows
+    assert (causal["rows"], causal["full"], causal["partial"], causal["reads"]) == (8, 0.5, 1, times.PLAIN)
+    assert (documents["reads"], documents["has_tensors"]) == (times.READS_TENSORS, True)
+    assert "it knows only" in documents["failed"]["sdpa"]
+    assert all(r["ms"]["short"] > 0 for r in rows)
+    assert "documents" in capsys.readouterr().out
+
+
+def test_a_table_of_times_foretells_what_it_is_fitted_to() -> None:
+    """What a head size was not measured with is as usual."""
+
+    def row(size: int, n: int, full: int, reads: str) -> dict[str, Any]:
+        us = size / 64 * n * (0.1 + 0.01 * full + (0.01 + 0.007 * bool(reads)) * 2)
+        call = {"use": "fit", "gradients": False, "has_tensors": False, "new": False, "head_size": size}
+        return {**call, "rows": n, "full": full, "partial": 2, "reads": reads, "ms": {"flex": 1e-3 * max(100, us)}}
+
+    forms = [(64, times.PLAIN), (64, times.READS_DATA), (128, times.PLAIN)]
+    rows = [row(size, n, full, form) for size, form in forms for n in (16, 2048, 4096) for full in (0, 4, 32)]
+    made: dict[str, Any] = {}
+    exec(choice_table.source(rows), made)
+    assert made["HOST"] == {("flex", False, False): 100}
+    for size in (64, 128):
+        launch, each, full, plain, _, data = (x * 64 / size for x in made["DEVICE"]["flex", size, False])
+        assert launch < 5
+        assert (each + 2 * plain, full) == pytest.approx((0.12, 0.01), rel=0.05)
+        assert data == pytest.approx(0.007, rel=0.05 if size == 64 else 0.5)
 
 
 # --- packed documents ---

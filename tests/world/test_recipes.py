@@ -159,11 +159,11 @@ def measurements() -> str:
         "`python tests/world/test_recipes.py` writes this page from them.",
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [packed "
-        "documents](documents.md), [masks as data](data.md), [a serving loop](serve.md), [Hugging Face "
-        "models](models.md), [sequences over several GPUs](ranks.md), [biases that learn](biases.md), [training on "
-        "trees](trees.md), [sinks, head sizes, small and first calls, soft-caps, neighborhoods](limits.md), [the "
-        "masked softmax](softmax.md), [what was tried and left](tried.md). The tests ran with "
-        "[these versions](versions.md), and found [these planted faults](planted.md).",
+        "documents](documents.md), [the choice of a backend](choice.md), [masks as data](data.md), [a serving "
+        "loop](serve.md), [Hugging Face models](models.md), [sequences over several GPUs](ranks.md), [biases that "
+        "learn](biases.md), [training on trees](trees.md), [sinks, head sizes, small and first calls, soft-caps, "
+        "neighborhoods](limits.md), [the masked softmax](softmax.md), [what was tried and left](tried.md). The tests "
+        "ran with [these versions](versions.md), and found [these planted faults](planted.md).",
     ]
     for name in RECIPES:
         summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]
