@@ -181,6 +181,9 @@ FAULTS: list[Fault] = [
         "kv_offsets is None",
     ),
     Fault("spec/bands.py", "starts // length * (heads - 1)", "starts // length * heads"),
+    Fault("spec/bands.py", "starts.sum() > batch * most", "starts.sum() > batch * most + 1"),
+    Fault("backends/fa4_functions.py", "torch.where(counts[place] < 0, torch.nan, value)", "value"),
+    Fault("masks/document.py", "if contiguous and may_read(size, document_ids):", "if False:"),
     Fault(
         "spec/parts.py",
         "inner(*score, _shifted(b, first_batch), _shifted(h, first_head)",

@@ -881,7 +881,7 @@ def test_promised_documents_inside_compile(layout: str, is_checkpointed: bool, m
         for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
             library.impl(operator._opoverload, operator._init_fn, "CPU")
         run = torch.compile(step, fullgraph=True, backend=compiler)
-        for rows in ([[30, 70], [100]], [[1, 50, 40, 9], [20, 20, 20, 40]], [[100], [20] * 5], [[20] * 5, [20] * 5]):
+        for rows in ([[30, 70], [100]], [[1, 50, 40, 9], [20, 20, 20, 40]], [[100], [20] * 5], [[20] * 5, [25] * 4]):
             ids = _ids(rows, "any")
             leaves = [torch.randn(2, 100, 2, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
             leaves = [(x.contiguous() if layout == "heads" else x).requires_grad_() for x in leaves]
