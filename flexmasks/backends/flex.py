@@ -32,7 +32,7 @@ from flexmasks.backends.call import (
     with_gradients_once,
 )
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, flex_by, widened
-from flexmasks.backends.kernel_tiles import chosen_tiles
+from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chosen_tiles
 from flexmasks.blocks.lists import lists_of
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.mask_plan import MaskPlan
@@ -61,6 +61,7 @@ def options(
     backend: str | None,
     given: dict[str, Any] | None,
     block_size: tuple[int, int],
+    reads: Reads = NO_READS,
 ) -> dict[str, Any]:
     """Return the kernel_options of a call: the user's, torch's `backend` name, and tiles for torch's Triton kernels."""
     chosen = dict(given or {})
@@ -70,7 +71,7 @@ def options(
     # For few queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     on_gpu = q.device.type == "cuda"
-    tiles = chosen_tiles(q, v, block_size) if on_gpu and not chosen else {}
+    tiles = chosen_tiles(q, v, block_size, reads) if on_gpu and not chosen else {}
     if on_gpu and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
         chosen.setdefault(_ENDS_AT_TILES, False)
     if on_gpu and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
@@ -123,7 +124,7 @@ class FlexKernel(Kernel):
         self._runners: dict[Hashable, Runner] = {}  # by the shapes of forms
 
     def _set_options(self, call: Call, backend: str | None, more: dict[str, Any]) -> None:
-        chosen = _options(call, backend, more)
+        chosen = _options(call, backend, more, as_data=bool(self.why_data))
         self._lengths = _lengths(call, chosen)
         self._options = chosen or None
         self._key = _key(call, backend, chosen, self._lengths)
@@ -172,6 +173,7 @@ class FlexKernel(Kernel):
                 except NeedsData:
                     forms.note_failed(call)
                     self._may_be_data, self.why_data = False, forms.why_data(call)
+                    self._set_options(call, None, more_options)
                     self._runners.clear()
                     return super().first(call, inputs)
             except Unavailable as error:
@@ -221,10 +223,17 @@ class FlexKernel(Kernel):
         return out, None if lse is None else lse.float()
 
 
-def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> dict[str, Any]:
-    given = {**(call.kernel_options or {}), **(more_options or {})}
-    chosen = options(call.q, call.k, call.v, backend, given, call.mask.block_size)
+def _options(call: Call, backend: str | None, more_options: dict[str, Any], *, as_data: bool) -> dict[str, Any]:
+    given = {**(call.kernel_options or {}), **more_options}
+    reads = _reads(call, backend, as_data) if not given else NO_READS
+    chosen = options(call.q, call.k, call.v, backend, given, call.mask.block_size, reads)
     return {**chosen, _ENDS_AT_TILES: True} if _lengths(call, chosen) else chosen
+
+
+def _reads(call: Call, backend: str | None, as_data: bool) -> Reads:
+    """Return what kernels read for each pair, if tiles are to be chosen by it."""
+    chooses = call.on_gpu and backend is None and not call.kernel_options
+    return forms.reads_of(call, as_data=as_data) if chooses else NO_READS
 
 
 def _lengths(call: Call, chosen: dict[str, Any]) -> str:
@@ -343,7 +352,8 @@ def adds_in_any_order(call: Call) -> str | None:
 def kernel_in_graph(call: Call, backend: str | None = None, block_size: tuple[int, int] | None = None) -> Kernel:
     plan = cast(MaskPlan, call.mask)
     block_size = plan.block_size if plan.is_given else block_size or block_size_for(plan.size)
-    return KernelInGraph(backend, call.scale, call.with_lse, call.needs_grad, call.kernel_options, block_size)
+    how = call.scale, call.with_lse, call.needs_grad, call.kernel_options, block_size
+    return KernelInGraph(backend, *how, reads=_reads(call, backend, as_data=False))
 
 
 @dataclass(frozen=True)
@@ -357,6 +367,7 @@ class KernelInGraph(Kernel):
     kernel_options: dict[str, Any] | None
     block_size: tuple[int, int]
     attend: Callable[..., Any] | None = None  # torch's flex_attention, or one like it
+    reads: Reads = UNKNOWN_READS
 
     def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
         return (BlocksAndScore.of(plans._replace(mask=plans.mask.resized(self.block_size))),)
@@ -371,7 +382,7 @@ class KernelInGraph(Kernel):
         if on_cpu:  # torch's CPU kernel fails for views of tensors with other dimensions
             q, k, scale = widened(q, k, scale)
             q, k, v = separate(q), separate(k), separate(v)
-        chosen = options(q, k, v, self.backend, self.kernel_options, self.block_size)
+        chosen = options(q, k, v, self.backend, self.kernel_options, self.block_size, self.reads)
         attend = self.attend or attend_in_graph
         out, lse = flex_by(attend, q, k, v, score_mod, block_mask, scale, chosen, self.with_lse)
         return separate(out) if on_cpu else out, lse

@@ -25,7 +25,8 @@ from flexmasks.backends.exact import (
     divisions,
     outside_table,
 )
-from flexmasks.backends.operations import UNREADABLE
+from flexmasks.backends.kernel_tiles import UNKNOWN_READS, Reads
+from flexmasks.backends.operations import UNREADABLE, bytes_for_pairs
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.context import is_capturing
 from flexmasks.errors import Unfit
@@ -45,10 +46,13 @@ _DEAR = "reading it takes less time than the divisions of its function"
 _FAILED = "torch's compiler fails for its function"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
 _AS_FAST = "on a CPU kernels that read data are as fast, and a new function compiles nothing"
-# By kinds of functions: why compilers may compute them otherwise than Python does; how often they divide; whether
-# torch's compiler gets them wrong where lengths are symbolic.
+_BYTES_OF_DATA = 8  # for each pair: a word of bits, and the number of its block
+_CPU = torch.device("cpu")
+# By kinds of functions: why compilers may compute them otherwise than Python does; how often they divide; how
+# many bytes they read for each pair; whether torch's compiler gets them wrong where lengths are symbolic.
 _OUTSIDE: Part[tuple[str, ...]] = Part(KINDS, "functions_outside_table")
 _DIVISIONS: Part[int] = Part(KINDS, "divisions_of_masks")
+_BYTES: Part[int] = Part(KINDS, "bytes_for_pairs")
 _FAILED_FOR: Part[bool] = Part(KINDS, "masks_that_failed")
 
 
@@ -148,6 +152,28 @@ def _looked_at(call: Call, part: Any, is_score: bool, count: Callable[[int], int
         if not any(reason.startswith(UNREADABLE) for reason in reasons):  # which may depend on the calling code
             _OUTSIDE.put(kind, (), reasons, FACT)
     return reasons
+
+
+def reads_of(call: Call, *, as_data: bool) -> Reads:
+    """Return what kernels read of a call's mask, as its function or as data, and of its score change."""
+    masks = _BYTES_OF_DATA if as_data else _bytes_for_pairs(call, call.mask, is_score=False)
+    scores = 0 if call.score is None else _bytes_for_pairs(call, call.score, is_score=True)
+    return Reads(masks + scores, call.learns)
+
+
+def _bytes_for_pairs(call: Call, part: Any, is_score: bool) -> int:
+    # In a graph functions are looked at over zeros, which need no memory of a GPU.
+    device = _CPU if call.is_traced else call.q.device
+    sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    is_kept = not (call.is_traced or part.opaque)
+    kind = (is_score, part.kernel_key, part.shapes, call.device_type) if is_kept else ()
+    known = _BYTES.get(kind) if is_kept else None
+    if known is None:
+        found = bytes_for_pairs(part.function(device) if call.is_traced else part.function(), device, sizes, is_score)
+        known = UNKNOWN_READS.bytes if found is None else found
+        if is_kept:
+            _BYTES.put(kind, (), known, FACT)
+    return known
 
 
 def compiled_score(call: Call, for_flash: bool) -> Callable[[Any], tuple[Callable[..., Tensor] | None, Hashable]]:

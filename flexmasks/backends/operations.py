@@ -7,6 +7,7 @@ on a list of operations that are known to be compiled correctly, within the boun
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -156,6 +157,43 @@ class _Questions(TorchFunctionMode):
         if asks and any(isinstance(x, Tensor) and self._trace.is_wider_in_python(x) for x in args):
             self._trace.errors[DTYPE] = None
         return out
+
+
+class _ReadsOfPairs(Trace):
+    """Counts the bytes that a function reads for each pair of a query and a key."""
+
+    def __init__(self, is_score: bool) -> None:
+        super().__init__(is_score)
+        self.bytes = 0
+        self._sides: dict[int, frozenset[str]] = {}  # by id of a value: whether it depends on the query, and on the key
+
+    def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+        self._sides = {id(x): frozenset([side]) for x, side in zip(indices[2:], ("q", "kv"), strict=True)}
+
+    def is_known(self, name: str, args: Any) -> bool:
+        return True
+
+    def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
+        given = itertools.chain.from_iterable(
+            x if isinstance(x, list | tuple) else [x] for x in (*args, *kwargs.values())
+        )
+        operands = [x for x in given if isinstance(x, Tensor)]
+        sides = frozenset[str]().union(*(self._sides.get(id(x), ()) for x in operands))
+        self._sides[id(out)] = sides
+        if len(sides) == 2 and any(x.ndim and not self._sides.get(id(x)) for x in operands):
+            self.bytes += out.element_size()
+
+
+def bytes_for_pairs(
+    function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool
+) -> int | None:
+    """Return how many bytes a mask_mod or score_mod reads for each pair of a query and a key; None if nobody can tell.
+
+    sizes: batch, query heads, queries and keys.
+    """
+    trace = _ReadsOfPairs(is_score)
+    _, value = follow(trace, function, device, sizes, is_score)
+    return None if value is None else trace.bytes
 
 
 def follow(

@@ -340,10 +340,12 @@ class ModifierPlan:
         most = 1 << (self.offset - 1).bit_length()
         return bounded(filled, most // 2 + 1, most)  # functions are looked at once for all of these, see backends.forms
 
-    def function(self) -> Callable[..., Tensor]:
+    def function(self, device: torch.device | None = None) -> Callable[..., Tensor]:
         """The function as kernels get it, for a look at its operations: nothing else is made, and no value is read.
 
         Where the size says that none may be read, it is over tensors of zeros: the plan's are those of a graph.
+
+        device: of these zeros, by default that of the plan.
         """
         if self.size.may_read:
             with compat.without_dispatch_modes(), compat.outside_transforms():
@@ -351,7 +353,7 @@ class ModifierPlan:
                 bound, offset = self._bind(Prepared(resolved, self._offset_tensor()))
         else:
             with compat.without_modes():
-                (value, offset), size = over_zeros((self.value, self.offset), self.size)
+                (value, offset), size = over_zeros((self.value, self.offset), self.size, device)
                 bound = value.bind(value.resolve(size), size.heads, for_kernels=True)
         return shifted_mask(bound, offset) if self.value.kind == "mask" else shifted_score(bound, offset)
 
@@ -363,16 +365,19 @@ class ModifierPlan:
         return bound, offset if prepared.offset is None else prepared.offset
 
 
-def over_zeros(value: _V, size: Size) -> tuple[_V, Size]:
+def over_zeros(value: _V, size: Size, device: torch.device | None = None) -> tuple[_V, Size]:
     """A mask or score, or a tuple with one, with tensors of zeros, and a size of numbers that are known."""
 
     def zeros(x: Tensor) -> Tensor:
-        return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
+        return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=device or x.device)
 
     lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
     batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
     starts = None if size.starts is None else zeros(size.starts)
-    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end, starts=starts)
+    known = replace(
+        size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end, starts=starts,
+        device=device or size.device,
+    )  # fmt: skip
     return with_tensors(value, zeros, has_own_globals=True), known
 
 

@@ -470,13 +470,14 @@ def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.Monk
         assert plain.items() <= options.items()
         return {name: value for name, value in options.items() if name not in (*plain, "IS_DIVISIBLE")}
 
-    for size in (64, 128, 160, 256):
+    for size in (64, 96, 128, 160, 256):
         assert bool(chosen(size=size, block_size=(256, 128))) == (capability == (9, 0))
     for size in (32, 64, 96, 128, 256):
         assert bool(chosen(size=size, dtype=torch.float32)) == (capability == (9, 0))
-    others: list[dict[str, Any]] = [{"size": 96}, {"v_size": 128}, {"dtype": torch.float64}, {"block_size": (128, 32)}]
+    others: list[dict[str, Any]] = [{"v_size": 128}, {"dtype": torch.float64}, {"block_size": (128, 32)}]
     for other in others:
         assert not chosen(**({"size": 64} | other))
+    assert bool(chosen(size=64, v_size=300)) == (capability == (9, 0))
     assert _options(300, size=64, num_warps=8) == {**plain, "num_warps": 8}  # the user's options alone
     assert _options(300, size=64, backend="FLASH") == {"BACKEND": "FLASH"}
     assert _options(300, size=64, cuda=False) == {}
@@ -496,7 +497,7 @@ def test_tiles_that_fit(
     monkeypatch.setattr(kernel_tiles, "capability", lambda device: (8, 6))
     monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: memory)
     least = half_from if dtype == torch.bfloat16 else float32_from
-    for size in range(8, 257, 8):
+    for size in range(8, 513, 8):
         tiles = _options(300, size=size, dtype=dtype, block_size=(128, 64))
         assert ("fwd_BLOCK_M" in tiles) == ("bwd_BLOCK_M1" in tiles) == (size >= least)
         assert bool(_options(1, size=size, dtype=dtype)) == (size >= least)
@@ -509,7 +510,7 @@ def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: py
     """The divisions are those that torch's kernels assert."""
     monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(kernel_tiles, "float32_is_exact", lambda: precision == "highest")
-    for size in range(8, 257, 8):
+    for size in range(8, 513, 8):
         tiles = _options(300, size=size, dtype=dtype)
         for name in ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"):
             assert 128 % tiles.get(name, 128) == 0
@@ -535,7 +536,7 @@ def test_tiles_inside_compile(size: int, dtype: torch.dtype, monkeypatch: pytest
 
     q = torch.zeros(1, 1, 2, size, dtype=dtype)
     assert torch.equal(torch.compile(chosen, fullgraph=True, backend="eager")(q), chosen(q))
-    assert bool(chosen(q).any()) == (size != 96 or dtype == torch.float32)
+    assert bool(chosen(q).any())
 
 
 def test_precision_of_float32() -> None:
