@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import flash_double
 import pytest
 import torch
-from helpers import TOLERANCE, NoLists, NoReads, check_lse, error, exact, one_in
+from helpers import TOLERANCE, NoLists, NoReads, captured, check_lse, error, exact, one_in
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
@@ -854,15 +855,34 @@ def test_a_bound_of_documents_needs_the_promise() -> None:
             call()
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("layout", ["heads", "tokens"])
-def test_promised_documents_inside_compile(layout: str, is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention runs them, which knows of no others, and new documents compile nothing."""
+@pytest.fixture
+def fa4_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backend "fa4" on a CPU, also in graphs, with plain torch in place of FlashAttention."""
     thread = ThreadPoolExecutor(1)  # which sees derivatives, and operators do not
     differentiate = lambda *args, **given: thread.submit(flash_double.backward, *args, **given).result()  # noqa: E731
     flash_double.replace(monkeypatch, _flash_attn_bwd=differentiate)
     monkeypatch.setattr(fa4, "MIN_QUERIES", 16)
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
+    with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
+        for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
+            library.impl(operator._opoverload, operator._init_fn, "CPU")
+        yield
+
+
+def _attend_in_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    mask = flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids, contiguous=True, max_documents=4)
+    return flexmasks.attention(q, k, v, mask=mask, backend="fa4")
+
+
+def _visible_in_documents(ids: Tensor) -> Tensor:
+    return flexmasks.dense_mask("causal", ids.shape[1]) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+@pytest.mark.usefixtures("fa4_in_graphs")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_promised_documents_inside_compile(layout: str, is_checkpointed: bool) -> None:
+    """New documents compile nothing, and more than there is room for give NaN."""
     compiled = 0
 
     def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -870,30 +890,60 @@ def test_promised_documents_inside_compile(layout: str, is_checkpointed: bool, m
         compiled += 1
         return aot_eager(graph, inputs)
 
-    def attend_to(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-        mask = flexmasks.masks.causal() & flexmasks.masks.document(document_ids=ids, contiguous=True, max_documents=4)
-        return flexmasks.attention(q, k, v, mask=mask, backend="fa4")
+    def step(*given: Tensor) -> Tensor:
+        if is_checkpointed:
+            return cast(Tensor, checkpoint(_attend_in_documents, *given, use_reentrant=False))
+        return _attend_in_documents(*given)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-        return checkpoint(attend_to, q, k, v, ids, use_reentrant=False) if is_checkpointed else attend_to(q, k, v, ids)
-
-    with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
-        for operator in (fa4_functions.traced_forward, fa4_functions.traced_backward):
-            library.impl(operator._opoverload, operator._init_fn, "CPU")
-        run = torch.compile(step, fullgraph=True, backend=compiler)
-        for rows in ([[30, 70], [100]], [[1, 50, 40, 9], [20, 20, 20, 40]], [[100], [20] * 5], [[20] * 5, [25] * 4]):
-            ids = _ids(rows, "any")
-            leaves = [torch.randn(2, 100, 2, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
-            leaves = [(x.contiguous() if layout == "heads" else x).requires_grad_() for x in leaves]
-            out = run(*leaves, ids)
-            slope = torch.randn_like(out)
-            got = torch.autograd.grad(out, leaves, slope)
-            if sum(map(len, rows)) > 8:
-                assert all(x.isnan().all() for x in (out, *got))
-                continue
-            visible = flexmasks.dense_mask("causal", 100) & (ids[:, None, :, None] == ids[:, None, None, :])
-            want, _ = attend(*leaves, visible)
-            torch.testing.assert_close(out, want)
-            for x, y in zip(got, torch.autograd.grad(want, leaves, slope), strict=True):
-                torch.testing.assert_close(x, y)
+    run = torch.compile(step, fullgraph=True, backend=compiler)
+    for rows in ([[30, 70], [100]], [[1, 50, 40, 9], [20, 20, 20, 40]], [[100], [20] * 5], [[20] * 5, [25] * 4]):
+        ids = _ids(rows, "any")
+        leaves = [torch.randn(2, 100, 2, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
+        leaves = [(x.contiguous() if layout == "heads" else x).requires_grad_() for x in leaves]
+        out = run(*leaves, ids)
+        slope = torch.randn_like(out)
+        got = torch.autograd.grad(out, leaves, slope)
+        if sum(map(len, rows)) > 8:
+            assert all(x.isnan().all() for x in (out, *got))
+            continue
+        want, _ = attend(*leaves, _visible_in_documents(ids))
+        torch.testing.assert_close(out, want)
+        for x, y in zip(got, torch.autograd.grad(want, leaves, slope), strict=True):
+            torch.testing.assert_close(x, y)
     assert compiled == 1
+
+
+@pytest.mark.usefixtures("fa4_in_graphs")
+def test_promised_documents_are_exported() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return _attend_in_documents(*given)
+
+    tensors, first = torch.randn(3, 2, 2, 100, 8, dtype=torch.float64).unbind(), _ids([[30, 70], [100]])
+    exported = torch.export.export(Layer(), (*tensors, first))
+    assert "fa4_forward" in str(exported.graph)
+    for ids in (first, _ids([[1, 50, 40, 9], [99, 1]])):
+        torch.testing.assert_close(exported.module()(*tensors, ids), attend(*tensors, _visible_in_documents(ids))[0])
+
+
+@pytest.mark.gpu
+def test_promised_documents_in_a_cuda_graph() -> None:
+    """Replays see other ids, and give NaN for more documents than there is room for."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = torch.randn(3, 1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    ids = torch.zeros(1, 1024, dtype=torch.int64, device="cuda")
+    causal = flexmasks.get_mask("causal")
+
+    def call() -> Tensor:
+        documents = flexmasks.get_mask("document", document_ids=ids, contiguous=True)
+        return flexmasks.attention(q, k, v, mask=causal & documents, backend="fa4")
+
+    graph, out = captured(call)
+    for row in ([300, 700, 24], [1, 2, 1021], [64] * 16, [32] * 32):
+        ids.copy_(_ids([row]))
+        graph.replay()
+        if len(row) > 16:
+            assert bool(out.isnan().all())
+            continue
+        want, _ = attend(*map(exact, (q, k, v)), _visible_in_documents(ids.cpu()))
+        assert error(out, want) < TOLERANCE[torch.bfloat16]
