@@ -356,7 +356,7 @@ def kernel_in_graph(call: Call, backend: str | None = None, block_size: tuple[in
     return KernelInGraph(backend, *how, reads=_reads(call, backend, as_data=False))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11 hashes one that it makes in a graph before it has fields
 class KernelInGraph(Kernel):
     """torch's flex_attention, which torch.compile compiles with the user's graph."""
 

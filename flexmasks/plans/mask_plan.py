@@ -188,7 +188,10 @@ class MaskPlan(ModifierPlan):
         if not cast(Window, self.window).by_look:
             return self._sequences(0, heads), None
         if is_capturing(self.size.device):
-            raise Unfit("only values show whether documents lie end to end, and a CUDA graph captures the call")
+            raise Unfit(
+                "only values show whether documents lie end to end, and a CUDA graph captures the call; promise it by "
+                "`contiguous=True`, or pass a plan that has run before"
+            )
         # Like tensors have as much room, so that nothing compiles again, and a plan can be updated.
         room = self._programs.get("room", _ROOM)
         made = self._sequences(room, heads)

@@ -120,7 +120,9 @@ def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
 
 
 def _sequences(mask: Mask, size: Size, heads: int = 0) -> Sequences:
-    return MaskPlan(mask, replace(size, may_read=True)).sequences(heads)[0]
+    window = window_of(mask, size)
+    assert window is not None
+    return MaskPlan(mask, replace(size, may_read=window.by_look)).sequences(heads)[0]
 
 
 def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
