@@ -362,52 +362,87 @@ def _cases(results: dict[str, Any]) -> dict[tuple[str, str], _ByWho]:
     return cases
 
 
-def _bar(who: str, tokens: int) -> float:
-    return _BAR_HELD if who in (REPEATED, HELD) else _BAR_LONG if tokens >= _LONG else _BAR_SHORT
+def _share(ms: _ByWho, who: str, kind: str) -> float | None:
+    """Return the time as a share of FlashAttention 4's, if both were measured."""
+    own, base = ms.get((who, kind)), ms.get((FA4, kind))
+    return None if own is None or base is None else own / base
+
+
+def _is_above(who: str, tokens: int, share: float) -> bool:
+    """Return whether a time of flexmasks is above its bar."""
+    is_held = who in (REPEATED, HELD)
+    return who in _OURS and share > (_BAR_HELD if is_held else _BAR_LONG if tokens >= _LONG else _BAR_SHORT)
+
+
+def _tokens(results: dict[str, Any]) -> dict[tuple[str, str], int]:
+    return {(row["case"], row["shape"]): row["tokens"] for row in results["rows"]}
 
 
 def _verdict(results: dict[str, Any]) -> str:
-    """Return which figures are above the bars."""
-    cases, kept, above = _cases(results), 0, []
-    for row in results["rows"]:
-        base = cases[row["case"], row["shape"]].get((FA4, row["kind"]))
-        if base is None or row["who"] not in _OURS:
-            continue
-        share, bar = row["ms"] / base, _bar(row["who"], row["tokens"])
-        kept += share <= bar
-        if share > bar:
-            passes = "forward" if row["kind"] == FORWARD else "forward and backward"
-            above.append(f"- {row['case']}, {row['shape']}, {row['who']}, {passes}: {share:.2f}")
+    """Return which figures hold the bars."""
+    cases, tokens = _cases(results), _tokens(results)
     bars_of = (
         f"Bars, as shares of FlashAttention 4's time: at most {_BAR_LONG} of it for batches of {_LONG:,} tokens and "
         f"{_BAR_SHORT} for shorter ones with new documents at each step, and {_BAR_HELD} where the mask is repeated or "
         "a plan is held."
     )
-    if not kept + len(above):
+    lines, all_kept, all_shares = [], 0, 0
+    for who in _OURS:
+        cells = [who]
+        for kind in (FORWARD, BOTH):
+            shares = [(at, share) for at, ms in cases.items() if (share := _share(ms, who, kind)) is not None]
+            kept = sum(not _is_above(who, tokens[at], share) for at, share in shares)
+            least, most = min((x for _, x in shares), default=0.0), max((x for _, x in shares), default=0.0)
+            cells.append(f"{least:.2f} to {most:.2f}, {kept} of {len(shares)}" if shares else "")
+            all_kept, all_shares = all_kept + kept, all_shares + len(shares)
+        if any(cells[1:]):
+            lines.append(cells)
+    if not lines:
         return f"{bars_of} FlashAttention 4 was not measured."
-    text = f"{bars_of} {kept} of {kept + len(above)} figures hold them"
-    return f"{text}." if not above else "\n".join([f"{text}; above them are:", "", *above])
+    text = f"{bars_of} {all_kept} of {all_shares} figures hold them, and those above are bold."
+    header = ["shares, and how many hold the bar", "forward", "forward and backward"]
+    return f"{text}\n\n{github_table(lines, header)}"
+
+
+def _promise(results: dict[str, Any]) -> str:
+    """Return what the promise that documents lie end to end saves or costs."""
+    ratios = [ms[PROMISED, k] / ms[NEW, k] for ms in _cases(results).values() for k in (FORWARD, BOTH)
+              if (PROMISED, k) in ms and (NEW, k) in ms]  # fmt: skip
+    if not ratios:
+        return ""
+    return f" With `contiguous=True` a call takes {min(ratios):.2f} to {max(ratios):.2f} of the time without."
+
+
+def _not_measured(results: dict[str, Any]) -> str:
+    """Return the cases that the results lack."""
+    there = _cases(results)
+    lacking = [f"{case.mask}, {case.describe()}" for case in _CASES if (case.mask, case.describe()) not in there]
+    return f"Not measured in this run: {'; '.join(lacking)}." if lacking else ""
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Return the table of one run."""
-    lines = []
-    for (mask, sizes), ms in _cases(results).items():
-        cells = [f"{mask}, {sizes}"]
+    lines, tokens = [], _tokens(results)
+    for at, ms in _cases(results).items():
+        cells = [", ".join(at)]
         for who in _WHO:
             texts = []
             for kind in (FORWARD, BOTH):
-                own, base = ms.get((who, kind)), ms.get((FA4, kind))
-                texts.append("-" if own is None else f"{own:.3g}" + (f" ({own / base:.2f})" if base else ""))
+                own, share = ms.get((who, kind)), _share(ms, who, kind)
+                mark = "**" if share is not None and _is_above(who, tokens[at], share) else ""
+                texts.append("-" if own is None else f"{own:.3g}" + (f" ({mark}{share:.2f}{mark})" if share else ""))
             cells.append("" if texts == ["-", "-"] else " / ".join(texts))
         lines.append(cells)
     backends = {row["backend"] for row in results["rows"] if "backend" in row}
+    widest = max(row["iqr"] / row["ms"] for row in results["rows"])
     about = (
         "forward / forward and backward pass in milliseconds, medians of runs by turns, in brackets as shares of "
-        f"FlashAttention 4's. With new documents flexmasks takes the backend {' or '.join(sorted(backends))}."
+        f"FlashAttention 4's. The middle half of the runs spans up to {widest:.0%} of a median. With new documents "
+        f"flexmasks takes the backend {' or '.join(sorted(backends))}.{_promise(results)}"
     )
     missing = [f"- {who}: {why}" for row in results["rows"] for who, why in row.get("left_out", {}).items()]
     parts = [f"{measured_on(results)}; {about}", github_table(lines, ["documents", *_WHO]), _verdict(results)]
+    parts += filter(None, [_not_measured(results)])
     if missing:
         parts.append("\n".join(["Left out, in some cases:", "", *dict.fromkeys(missing)]))
     return "\n\n".join(parts)

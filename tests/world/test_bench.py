@@ -884,17 +884,26 @@ def test_the_page_of_documents() -> None:
     text = bench_documents.markdown(results)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for expected in (
-        "| causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128 | 1.15 (1.15) / 4 (1.33) | | "
-        "- / 3.33 (1.11) | 1 (1.00) / 3 (1.00) | - / 6 (2.00) |",
+        "| causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128 | 1.15 (1.15) / 4 (**1.33**) | | "
+        "- / 3.33 (**1.11**) | 1 (1.00) / 3 (1.00) | - / 6 (2.00) |",
         "| causal & document, 4 x 8,192 tokens, 32 documents, 16 heads, D = 64 | - / 2 | | | | |",
-        "- causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128, flexmasks, forward and backward: "
-        "1.33",
-        "- causal & document, 32,768 tokens, 24 documents, 32 / 8 heads, D = 128, flexmasks, held plan, forward and "
-        "backward: 1.11",
+        "| flexmasks | 1.15 to 1.15, 1 of 1 | 1.33 to 1.50, 1 of 2 |",
+        "| flexmasks, repeated mask | | 1.10 to 1.10, 1 of 1 |",
+        "| flexmasks, held plan | | 1.11 to 1.11, 0 of 1 |",
         "- cuDNN, ready plan: ModuleNotFoundError: No module named 'cudnn'",
     ):
         assert expected in lines, text
-    assert "3 of 5 figures hold them; above them are:" in text
+    assert "3 of 5 figures hold them, and those above are bold." in text
+    assert "Not measured in this run: causal & document, 32,768 tokens, 48 documents, 24 heads, D = 64; " in text
+    assert batches.describe() not in text.split("Not measured in this run: ")[1]
+    assert "contiguous" not in text
+    promised = [
+        *rows,
+        row(long, "both", "flexmasks, contiguous", 4.4),
+        row(long, "forward", "flexmasks, contiguous", 1.0),
+    ]
+    text = bench_documents.markdown({"machine": machine, "rows": promised})
+    assert "With `contiguous=True` a call takes 0.87 to 1.10 of the time without." in text
     assert "takes the backend fa4 or flex." in text
     assert bench_documents.headline(results) == (24, 4.0, 6.0, 3.0)
     told = bench_documents.sentence(results)
