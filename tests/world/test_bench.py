@@ -983,29 +983,44 @@ def test_wrong_intervals_are_left_out(cudnn: types.ModuleType, monkeypatch: pyte
     assert len(made.left_out) == 2
 
 
-def test_the_page_of_what_was_tried() -> None:
-    def row(mask: str, who: str, mode: bool = False, **figures: float) -> dict[str, Any]:
+def test_the_page_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(mask: str, who: str, mode: bool = False, is_auto: bool = True, **figures: float) -> dict[str, Any]:
         about = {"case": mask, "shape": "[1, 2, 64, 16]", "who": who, "deterministic": mode, "dtype": "bfloat16"}
-        return about | figures
+        return about | {"is_auto": is_auto and who != "cuDNN"} | figures
 
+    def told(rows: list[dict[str, Any]]) -> str:
+        return bench_intervals.markdown({"machine": machine, "rows": rows})
+
+    monkeypatch.setattr(bench_intervals, "_CASES", [bench_intervals.Case(mask, 1, 64, 2, 16) for mask in "abcd"])
     rows = [
-        row("a", "flex", gpu_ms=2.0, ms=2.5, new_ms=3.0, layers_ms=2.4), row("a", "flex_flash", gpu_ms=3.0, ms=2.4),
-        row("a", "cuDNN", gpu_ms=1.0, ms=1.5, new_ms=4.0, layers_ms=2.0, plan_ms=0.9),
+        row("a", "flex", gpu_ms=2.0, host_ms=0.4, ms=2.5, new_ms=3.0, layers_ms=2.4), row("a", "flex_flash", ms=2.4),
+        row("a", "cuDNN", gpu_ms=1.0, host_ms=0.8, ms=1.5, new_ms=4.0, layers_ms=2.0, plan_ms=0.9),
         row("a", "flex", True, layers_ms=2.4), row("a", "cuDNN", True, layers_ms=2.4),
         row("b", "flex", ms=2.4), row("b", "cuDNN", ms=1.2), row("c", "flex", ms=1.2), row("c", "cuDNN", ms=1.1),
     ]  # fmt: skip
     machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "cudnn": "nvidia-cudnn-frontend 1"}
-    text = bench_intervals.markdown({"machine": machine, "rows": rows})
+    text = told(rows)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert (
-        "| a | [1, 2, 64, 16] | 2 / 1 (2.00) | 2.4 / 1.5 (1.60) | 3 / 4 (0.75) | 2.4 / 2 (1.20) | 0.9 | "
-        "2.4 / 2.4 (1.00) |"
+        "| a | [1, 2, 64, 16] | 2 / 1 (2.00) | 0.4 / 0.8 (0.50) | 2.4 / 1.5 (1.60) | 3 / 4 (0.75) | 2.4 / 2 (1.20) | "
+        "0.9 | 2.4 / 2.4 (1.00) |"
     ) in lines, text
-    assert "| c | [1, 2, 64, 16] | | 1.2 / 1.1 (1.09) | | | | |" in lines, text
+    assert "| c | [1, 2, 64, 16] | | | 1.2 / 1.1 (1.09) | | | | |" in lines, text
+    assert "take 0.50 to 0.50 of the GPU's time" in text
+    assert "takes the host 0.80 to 0.80 ms, against 0.40 to 0.40 ms here, and each plan another 0.90 to 0.90 ms" in text
     assert "at least 1.2 times as fast in 2 of 3 cases: a [1, 2, 64, 16] (1.20); b [1, 2, 64, 16] (2.00)." in text
-    assert "in 0 of 1 cases in deterministic mode. So the rule asks for no backend" in text
-    rows += [row("d", "flex", ms=2.4), row("d", "cuDNN", ms=1.0)]
-    assert "So the rule asks for a backend" in bench_intervals.markdown({"machine": machine, "rows": rows})
+    assert "in 0 of 1 cases in deterministic mode. So these figures do not ask for a backend" in text
+    assert "Not measured in this run: [1, 2, 64, 16] d." in text
+    cudnn = row("d", "cuDNN", ms=1.0)
+    text = told([*rows, row("d", "flex", ms=2.4), cudnn])
+    assert "So the rule asks for a backend" in text
+    assert "Not measured" not in text
+    text = told([*rows, row("d", "flex", is_auto=False, ms=2.4), cudnn])
+    assert "2 of 3 cases" in text
+    assert "1 more are open: it is as much faster" in text
+    assert "a backend that was not: d [1, 2, 64, 16] (2.40)." in text
+    of_mode = [row(mask, who, True, ms=1.0) for mask in "bcd" for who in ("flex", "cuDNN")]
+    assert "So the rule asks for no backend" in told([*rows, *of_mode, row("d", "flex", is_auto=False, ms=1.1), cudnn])
 
 
 # --- masks as functions and as data ---
