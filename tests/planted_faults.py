@@ -404,6 +404,7 @@ FAULTS: list[Fault] = [
     Fault("inside_compile.py", "_scored(of_score, q_offset, like_q", "_scored(of_score, 0, like_q", _PLACED),
     Fault("inside_compile.py", "any(isinstance(x, Tensor) and x.req", "any(isinstance(x, Tensor) or x.req", _PLACED),
     Fault("backends/encoded.py", "self.q_offset), self.q_offset)", "self.q_offset), 0)", _PLACED),
+    Fault("backends/times.py", "[1, rows * memory, full", "[1, rows * matrices, full"),
     Fault("backends/table.py", '"" if _FAILURES.get(kind) is None else reason', "reason"),
     Fault(
         "spec/numbers.py",

@@ -7,6 +7,7 @@ multiplies matrices by the speed of the matrix units, where these are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from flexmasks.compat import size_hint
 from flexmasks.plans.mask_plan import Computed
 
 MEASURED = tuple(dict.fromkeys(name for name, *_ in HOST))  # names of backends
-COMPILED = "flex", "flex_flash"  # their times depend on what the mask's function reads in a partial block:
+# Besides the blocks, times depend on the sequences that a kernel is told of, on the whole mask that is made of new
+# tensors, or on what the mask's function reads in a partial block.
+IN_SEQUENCES, WHOLE, COMPILED = ("fa4",), ("short",), ("flex", "flex_flash")
 READS = PLAIN, READS_TENSORS, READS_DATA = "", "tensors", "data"
 _TILE = 128
 
@@ -47,21 +50,28 @@ class Case(NamedTuple):
     has_tensors: bool  # the mask
     rows: int  # of 128 queries of a head
     columns: float  # of 128 keys
+    whole: float  # blocks of 128 x 128 of the whole mask, which heads share, if it has tensors
 
 
 def fastest(call: Call, names: list[str]) -> list[str]:
     """The backends by their times for a call."""
-    batch, heads, length, head_size = map(size_hint, call.q.shape)
-    columns = size_hint(call.k.shape[2]) / _TILE
-    case = Case(head_size, call.needs_grad, bool(call.mask.tensors), batch * heads * -(-length // _TILE), columns)
+    case = case_of(call)
 
     def computed() -> tuple[Computed, str]:
-        found = call.mask.computed(batch * heads, may_look="fa4" not in names)
+        found = call.mask.computed(math.prod(map(size_hint, call.q.shape[:2])), may_look="fa4" not in names)
         if not call.is_traced and forms.why_bits(call):
             return found, READS_DATA
         return found, READS_TENSORS if found.reads_tensors else PLAIN
 
     return by_times(names, case, computed, _gpu(call.q.device))
+
+
+def case_of(call: Call) -> Case:
+    batch, heads, length, head_size = map(size_hint, call.q.shape)
+    tiles, columns, tensors = -(-length // _TILE), size_hint(call.k.shape[2]) / _TILE, call.mask.tensors
+    is_of_batch = any(t.ndim > 0 and size_hint(t.shape[0]) == batch for t in tensors)
+    whole = bool(tensors) * (batch if is_of_batch else 1) * tiles * columns
+    return Case(head_size, call.needs_grad, bool(tensors), batch * heads * tiles, columns, whole)
 
 
 def by_times(
@@ -75,28 +85,41 @@ def by_times(
     hosts = {
         name: HOST.get((name, case.needs_grad, case.has_tensors), HOST[name, case.needs_grad, False]) for name in names
     }
-    by_host = sorted(names, key=hosts.__getitem__)
-    everything = Computed(0, case.columns)
-    if len(names) < 2 or _device(by_host[0], case, everything, READS_TENSORS, gpu) <= hosts[by_host[1]]:
+
+    def by(found: Computed, reads: str, weight: float) -> list[str]:
+        devices = {name: _device(name, case, found, reads, gpu) for name in names}
+        return sorted(names, key=lambda name: (max(hosts[name], weight * devices[name]), devices[name]))
+
+    everything = Computed(0, case.columns), READS_TENSORS
+    by_host = by(*everything, weight=0)
+    if len(names) < 2 or _device(by_host[0], case, *everything, gpu) <= hosts[by_host[1]]:
         return by_host
-    found, reads = computed()
-    return sorted(names, key=lambda name: max(hosts[name], _device(name, case, found, reads, gpu)))
+    return by(*computed(), weight=1)
 
 
-def features(rows: int, computed: Computed, reads: str, gpu: Gpu = _GPUS[0]) -> list[float]:
-    """What numbers of DEVICE are multiplied by: 1, rows, full blocks, partial blocks, and those that read, by kind."""
-    rows = max(rows, gpu.processors)  # few rows leave processors idle
-    reading, computing = rows * _GPUS[0].memory / gpu.memory, rows * _GPUS[0].matrices / gpu.matrices
-    full, partial = computing * computed.full, computing * computed.partial
-    return [1, reading, full, partial, partial * (reads == READS_TENSORS), partial * (reads == READS_DATA)]
+def features(name: str, case: Case, computed: Computed, reads: str, gpu: Gpu = _GPUS[0]) -> list[float]:
+    """What numbers of DEVICE are multiplied by: 1, rows, full blocks and partial blocks, and then, by the backend,
+    partial blocks that read, by kind, sequences, or blocks of the whole mask.
+    """
+    rows = max(case.rows, gpu.processors)  # few rows leave processors idle
+    memory, matrices = _GPUS[0].memory / gpu.memory, _GPUS[0].matrices / gpu.matrices
+    full, partial = rows * matrices * computed.full, rows * matrices * computed.partial
+    more = []
+    if name in COMPILED:
+        more = [partial * (reads == READS_TENSORS), partial * (reads == READS_DATA)]
+    elif name in IN_SEQUENCES:
+        more = [rows * matrices * computed.sequences]
+    elif name in WHOLE:
+        more = [case.whole * memory]
+    return [1, rows * memory, full, partial, *more]
 
 
 def _device(name: str, case: Case, computed: Computed, reads: str, gpu: Gpu) -> float:
     """Microseconds of the GPU."""
     sizes = [size for known, size, needs_grad in DEVICE if (known, needs_grad) == (name, case.needs_grad)]
     size = min((n for n in sizes if n >= case.head_size), default=max(sizes))
-    found = features(case.rows, computed, reads if name in COMPILED else PLAIN, gpu)
-    return sum(x * n for x, n in zip(DEVICE[name, size, case.needs_grad], found, strict=False))
+    found = features(name, case, computed, reads, gpu)
+    return sum(x * n for x, n in zip(DEVICE[name, size, case.needs_grad], found, strict=True))
 
 
 def _gpu(device: torch.device) -> Gpu:

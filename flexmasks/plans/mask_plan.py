@@ -51,6 +51,8 @@ from flexmasks.spec.values import Mask
 UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _ROOM = 64  # the least, for documents that are sequences
+# Partial blocks for 128 queries in sequences of random lengths, and as how many full blocks they show.
+_EDGES, _VISIBLE = 2.5, 1.3
 # Reading q, k and v head after head copies nothing. But FlashAttention searches the list of sequences for every tile.
 _MAX_SEARCHED_SEQUENCES = 2048
 _FIRST = "these are the first tensors of their shapes"
@@ -76,6 +78,7 @@ class Computed(NamedTuple):
     full: float
     partial: float
     reads_tensors: bool = False  # whether the mask's function reads tensors for each pair of a partial block
+    sequences: float = 0  # that kernels of sequences are told of, for 128 queries, empty ones included
 
 
 @dataclass(frozen=True)
@@ -453,12 +456,17 @@ class MaskPlan(ModifierPlan):
         """The blocks that kernels compute, without waiting for a GPU at each new value of a tensor.
 
         The first mask of a function decides for all of about its lengths: which backend is fastest must not change with
-        what tensors hold. In a graph, and without a look at blocks, the answer follows from names and shapes.
+        what tensors hold. In a graph the answer follows from names and shapes, and without a look at blocks from these
+        and from how many sequences there are.
 
         rows: batch elements x heads of the call.
         """
         if self.window is not None and not self.window.has_sequences:
             return Computed(*self.window.blocks(self.size.q_len))
+        if not may_look and self.size.may_read and self.window is not None:
+            known = self._computed_in_sequences()
+            if known is not None:
+                return known
         if may_look and self.size.may_read and isinstance(self.offset, int):
             key = self.kernel_key, self.size.q_len.bit_length(), self.size.kv_len.bit_length()
             known = _COMPUTED.get(key) if self.tensors else None
@@ -473,6 +481,23 @@ class MaskPlan(ModifierPlan):
         if not (self.size.may_read or self.opaque) and self._may_be_mostly_partial(rows):
             return Computed(0, half, True)
         return Computed(half, 1)
+
+    def _computed_in_sequences(self) -> Computed | None:
+        """What kernels compute in sequences, by their number alone: that of the first ids of a kind, if ids tell it."""
+        key = "sequences", self.kernel_key, self.size.batch, self.size.q_len.bit_length()
+        known = _COMPUTED.get(key)
+        if known is None and not is_capturing(self.size.device):
+            try:
+                made, look = self.sequences()
+                if look is not None:
+                    look.confirm()
+            except Unfit:
+                return None
+            room = made.q.shape[0] - 1
+            count = room if look is None else abs(int(made.counts[0]))
+            known = computed_in_sequences(cast(Window, self.window), self.size.batch, self.size.q_len, count, room)
+            _COMPUTED.put(key, (), known, FACT)
+        return known
 
     def _may_be_mostly_partial(self, rows: int) -> bool:
         if not self.is_by_library and self.tensors:
@@ -585,6 +610,14 @@ class GivenPlan:
 
     def computed(self, rows: int, may_look: bool = True) -> Computed:
         return Computed(self._block_mask.seq_lengths[1] * UNKNOWN_FRACTION / BLOCK_SIZE[1], 1)
+
+
+def computed_in_sequences(window: Window, batch: int, length: int, count: int, room: int) -> Computed:
+    """What kernels compute of self-attention in `count` sequences of random lengths; they are told of `room`."""
+    mean = batch * length / max(1, count)  # also of keys before a query, as most tokens are in long sequences
+    visible = min(mean if window.right is not None else 2 * mean, window.pairs(length) / length)
+    full = max(0.0, visible / BLOCK_SIZE[1] - _VISIBLE)
+    return Computed(full, _EDGES, sequences=room * BLOCK_SIZE[0] / batch / length)
 
 
 def _sequences_of(room: int, heads: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:

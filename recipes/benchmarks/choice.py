@@ -21,6 +21,7 @@ from flexmasks.backends import forms, times
 from flexmasks.backends.call import Call
 from flexmasks.backends.table import choose
 from flexmasks.bench.clock import synchronize
+from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 
@@ -241,13 +242,14 @@ def _measure_case(group: Group, case: Case, needs_grad: bool, device: torch.devi
     for is_new in (False,) if draw is _nothing else (True,) if case.use == FIT else (True, False):
         steps = {name: functools.partial(step, name, is_new) for name in ways}
         milliseconds, failed = _timed(steps, device, repeats)
+        row["sequences"] = sequences_of(call)
         yield {**row, "new": is_new, "ms": milliseconds, **({"failed": failed} if failed else {})}
 
 
 def facts(call: Call) -> Row:
     """What the times of backends depend on, see `flexmasks.backends.times`."""
     batch, heads, length, _ = call.q.shape
-    window = call.mask.window
+    case, window = times.case_of(call), call.mask.window
     if window is not None and not window.has_sequences:
         full, partial = window.blocks(length)
     else:  # of this very mask, not of the first of its kind
@@ -256,12 +258,21 @@ def facts(call: Call) -> Row:
         full, partial = blocks.full / rows, blocks.partial / rows
     reads = times.READS_TENSORS if call.mask.computed(batch * heads).reads_tensors else times.PLAIN
     return {
-        "rows": batch * heads * -(-length // 128),
+        "rows": case.rows,
         "full": float(f"{full:.4g}"),
         "partial": float(f"{partial:.4g}"),
         "reads": times.READS_DATA if forms.why_bits(call) else reads,
-        "has_tensors": bool(call.mask.tensors),
+        "has_tensors": case.has_tensors,
+        "whole": case.whole,
     }
+
+
+def sequences_of(call: Call) -> int:
+    """How many sequences kernels are told of, 0 if the mask is not in sequences."""
+    if isinstance(call.mask, GivenPlan) or call.mask.window is None or not call.mask.window.has_sequences:
+        return 0
+    sequences, _ = call.mask.sequences()
+    return sequences.q.shape[0] - 1
 
 
 def _timed(

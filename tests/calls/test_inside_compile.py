@@ -1405,7 +1405,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
     mask: Callable[[int], Any], length: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    reading = {"flex": (0, 0, 1.5, 1.5, 0.5), "flex_flash": (0, 0, 1, 1, 3)}  # dear for the second
+    reading = {"flex": (0, 0, 1.5, 1.5, 0.5, 0), "flex_flash": (0, 0, 1, 1, 3, 0)}  # dear for the second
     monkeypatch.setattr(times, "MEASURED", tuple(reading))
     monkeypatch.setattr(times, "HOST", {(name, True, False): 1 for name in reading})
     monkeypatch.setattr(times, "DEVICE", {(name, 64, True): numbers for name, numbers in reading.items()})

@@ -810,7 +810,8 @@ def test_a_table_of_times_foretells_what_it_is_fitted_to() -> None:
 
     def row(size: int, n: int, full: int, reads: str) -> dict[str, Any]:
         us = size / 64 * n * (0.1 + 0.01 * full + (0.01 + 0.007 * bool(reads)) * 2)
-        call = {"use": "fit", "gradients": False, "has_tensors": False, "new": False, "head_size": size}
+        call = {"use": "fit", "gradients": False, "has_tensors": False, "new": False, "head_size": size, "heads": 1}
+        call |= {"length": 128, "sequences": 0, "whole": 0}
         return {**call, "rows": n, "full": full, "partial": 2, "reads": reads, "ms": {"flex": 1e-3 * max(100, us)}}
 
     forms = [(64, times.PLAIN), (64, times.READS_DATA), (128, times.PLAIN)]
