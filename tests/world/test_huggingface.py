@@ -1057,6 +1057,7 @@ def check_family(
         ("Llama4", {}, None),
         ("Exaone4", {}, None),
         ("Gemma3n", {}, None),
+        ("Gemma4", {"head_dim": 256, "global_head_dim": 512}, None),  # of windows, and of full layers
         ("Qwen2Moe", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}, None),
         ("Moshi", {}, None),
         ("GPT2", {}, None),
