@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.errors import Unfit
@@ -31,8 +30,8 @@ class Sequences(NamedTuple):
     q: Tensor  # int32[N + 1], the start of each sequence of queries and the end of the last one
     kv: Tensor  # the same of keys; q itself for the same sequences
     # int32[2]: the numbers of queries and of keys before the padding in each batch element, or -1 and -1 if there are
-    # more sequences than these, and what kernels compute must be NaN. If the band says that the host must look: the
-    # number of documents, negative if ids do not ascend, so that more must be looked at; and 0.
+    # more sequences than these, and what kernels compute must be NaN. If the band says that the host must look, twice
+    # the number of documents, negative if ids do not ascend, so that more must be looked at.
     counts: Tensor
     by_head: Tensor | None = None  # as q for [B, H, S, D] in memory order, head after head; None where that is slower
 
@@ -176,9 +175,10 @@ def in_documents(size: Size, document_ids: Tensor, most: int | None = None) -> B
 def _of_ids(batch: int, ids: Tensor, room: int) -> Sequences:
     ids = ids.expand(batch, -1)
     starts = _starts_of(ids)
-    count = torch.where((ids[:, 1:] < ids[:, :-1]).any(), -starts.sum(), starts.sum())
+    count = starts.sum()
+    count = torch.where((ids[:, 1:] < ids[:, :-1]).any(), -count, count)
     laid = _laid(starts, room)
-    return Sequences(laid, laid, F.pad(count[None], (0, 1)).int())
+    return Sequences(laid, laid, count.int().expand(2))
 
 
 def _of_promised_ids(batch: int, ids: Tensor, most: int, room: int) -> Sequences:
@@ -189,12 +189,14 @@ def _of_promised_ids(batch: int, ids: Tensor, most: int, room: int) -> Sequences
 
 
 def _starts_of(ids: Tensor) -> Tensor:
-    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    first = torch.ones(ids.shape[0], 1, dtype=torch.bool, device=ids.device)
+    return torch.cat([first, ids[:, 1:] != ids[:, :-1]], 1)
 
 
 def _laid(starts: Tensor, room: int) -> Tensor:
     """The places where `starts` is true, and behind them the number of tokens up to a length of `room` + 1."""
-    at = F.pad(torch.nonzero_static(starts.flatten(), size=room).flatten(), (0, 1), value=-1)
+    at = torch.nonzero_static(starts.flatten(), size=room).flatten()
+    at = torch.cat([at, torch.full((1,), -1, device=at.device)])
     # By torch's own `fill_value` a graph would be one for this number of tokens.
     return torch.where(at < 0, starts.numel(), at).int()
 
