@@ -3,7 +3,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Band, Size, at, check_covers_queries, in_documents, may_read, register_mask
+from flexmasks.spec import (
+    Band,
+    Size,
+    at,
+    changes_in,
+    check_covers_queries,
+    in_documents,
+    lie_end_to_end,
+    may_read,
+    register_mask,
+)
 
 # The documents in a row of which nobody says how many they are: one for each so many tokens, or at least so many.
 _SHORT, _FEW = 64, 16
@@ -28,14 +38,13 @@ def _check_bound(contiguous: bool, max_documents: int | None) -> None:
 
 
 def _check_promise(ids: Tensor, max_documents: int | None) -> None:
-    runs, documents = ((x.diff(dim=-1) != 0).sum(-1) + 1 for x in (ids, ids.sort(-1).values))
-    if not torch.equal(runs, documents):
+    if not lie_end_to_end(ids):
         raise ValueError(
             "`contiguous` promises that the tokens of a document lie next to each other in each row, but in "
             "`document_ids` other documents stand between them. Leave out `contiguous`."
         )
-    if max_documents is not None and int(runs.max()) > max_documents:
-        raise ValueError(f"`max_documents` is {max_documents}, but a row has {int(runs.max())} documents.")
+    if max_documents is not None and (count := 1 + int(changes_in(ids).max())) > max_documents:
+        raise ValueError(f"`max_documents` is {max_documents}, but a row has {count} documents.")
 
 
 def _band(size: Size, document_ids: Tensor, contiguous: bool, max_documents: int | None) -> Band | None:

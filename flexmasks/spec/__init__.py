@@ -11,9 +11,11 @@ from flexmasks.spec.bands import Band as Band
 from flexmasks.spec.bands import Factors as Factors
 from flexmasks.spec.bands import band_of as band_of
 from flexmasks.spec.bands import cap_of as cap_of
+from flexmasks.spec.bands import changes_in as changes_in
 from flexmasks.spec.bands import factors_of as factors_of
 from flexmasks.spec.bands import in_documents as in_documents
 from flexmasks.spec.bands import in_sequences as in_sequences
+from flexmasks.spec.bands import lie_end_to_end as lie_end_to_end
 from flexmasks.spec.by_name import says_what_to_write as says_what_to_write
 from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
