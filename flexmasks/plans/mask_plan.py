@@ -198,15 +198,15 @@ class MaskPlan(ModifierPlan):
         # Like tensors have as much room, so that nothing compiles again, and a plan can be updated.
         room = self._programs.get("room", _ROOM)
         made = self._sequences(room, heads)
-        look = Look.at(made.counts, functools.partial(self._judge, room))
         if self.is_of_template:  # documents of calls like this one have lain end to end: the kernel may start
-            return made, look
-        count = abs(int(made.counts[0]))
+            return made, Look.at(made.counts, functools.partial(self._judge, room))
+        counts = made.counts.tolist()
+        count = abs(counts[0])
         if count > room:
             self._programs["room"] = 1 << (2 * count - 1).bit_length()
             return self.sequences(heads)
-        look.confirm()
-        return made, look
+        self._judge(room, counts)
+        return made, Look(None)
 
     def _sequences(self, room: int, heads: int) -> Sequences:
         return self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, room, heads), room, heads)

@@ -65,7 +65,7 @@ class Look:
     The host need not wait where it wants them: a kernel that is launched before it does runs meanwhile.
     """
 
-    pending: tuple[Tensor, torch.cuda.Event | None, Callable[[list[int]], None]] | None
+    pending: tuple[Tensor, torch.cuda.Event | None, Callable[[list[int]], None]] | None  # None once it has judged
 
     @classmethod
     def at(cls, numbers: Tensor, judge: Callable[[list[int]], None]) -> Look:
