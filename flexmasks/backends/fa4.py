@@ -108,13 +108,15 @@ def kernel(call: Call) -> Kernel:
     if call.pages is not None or call.mask.window is None:
         return _to_ends(call)
     batch, heads, length, _ = call.q.shape
+    are_contiguous = all(x.is_contiguous() for x in (call.q, call.k, call.v))
+    has_heads_apart = batch > 1 and heads == call.k.shape[1] and are_contiguous
     return Fa4Kernel(
         call.mask.window,
         lengths=(length, call.k.shape[2]),
         scale=call.scale,
         cap=call.cap,
         with_lse=call.with_lse,
-        heads_apart=heads if batch > 1 and heads == call.k.shape[1] and _are_contiguous(call) else 0,
+        heads_apart=heads if has_heads_apart else 0,
         is_traced=call.is_traced,
         bytes_of_counts=_bytes_of_counts(call) if call.mask.window.has_sequences and not call.is_traced else 0,
     )
@@ -126,10 +128,6 @@ def _bytes_of_counts(call: Call) -> int:
         return 0
     _, heads, length, _ = call.q.shape
     return 4 * heads * -(-length // _COUNTED_QUERIES) * (1 if heads == call.k.shape[1] else 2)
-
-
-def _are_contiguous(call: Call) -> bool:
-    return all(x.is_contiguous() for x in (call.q, call.k, call.v))
 
 
 def _announce(call: Call) -> None:
@@ -228,11 +226,11 @@ class Fa4Kernel(_Fa4):
         form = VarlenForm(*plans.mask.sequences(self.heads_apart))
         if self.bytes_of_counts:
             count = len(form.sequences.q) - 1
-            if count * self.bytes_of_counts > _MAX_BYTES_OF_COUNTS:
+            taken = count * self.bytes_of_counts
+            if taken > _MAX_BYTES_OF_COUNTS:
                 raise Unfit(
                     f"to add gradients in order, as torch.use_deterministic_algorithms(True) asks for, it would take "
-                    f"{count * self.bytes_of_counts / (1 << 30):.1f} GB for up to {count:,} sequences of up to "
-                    f"{self.lengths[0]:,} tokens"
+                    f"{taken / (1 << 30):.1f} GB for up to {count:,} sequences of up to {self.lengths[0]:,} tokens"
                 )
         return (form,)
 

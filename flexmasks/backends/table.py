@@ -113,7 +113,8 @@ def _fastest_first(call: Call) -> list[Backend]:
 
 def _may_be_able(name: str, call: Call) -> bool:
     """Return whether a backend may be able to run a call. Whether FLASH is takes a look at functions, at its turn."""
-    return (fa4_package.refuses_package if name == "flex_flash" else functools.partial(why_not, name))(call) is None
+    reason = fa4_package.refuses_package(call) if name == "flex_flash" else why_not(name, call)
+    return reason is None
 
 
 def _is_for_short(call: Call) -> bool:
