@@ -58,13 +58,18 @@ def device_milliseconds(call: Callable[[], object], device: torch.device) -> flo
     if device.type != "cuda":
         return wall_milliseconds(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(_HEAD_START_GIGABYTES):  # empties the caches, and lets the host get ahead of the GPU
-        _gigabyte(device).zero_()
+    give_head_start(device)
     start.record()
     call()
     end.record()
     synchronize(device)
     return float(start.elapsed_time(end))
+
+
+def give_head_start(device: torch.device, gigabytes: int = _HEAD_START_GIGABYTES) -> None:
+    """Empty a GPU's caches, and let the host get ahead of it."""
+    for _ in range(gigabytes):
+        _gigabyte(device).zero_()
 
 
 def interleaved(

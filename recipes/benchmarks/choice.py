@@ -7,7 +7,6 @@ import gc
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +19,17 @@ from flexmasks import Mask, attention, get_mask, packed
 from flexmasks.backends import forms, times
 from flexmasks.backends.call import Call
 from flexmasks.backends.table import choose
-from flexmasks.bench.clock import synchronize
+from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 
 FIT, CHECK = "fit", "check"
 _REPEATS, _QUICK_REPEATS = 5, 2
-_SECONDS = 6e-3  # of one repeat
+_MILLISECONDS = 6.0  # of one repeat
 _MOST_CALLS = 60  # in one repeat
 _WARM_UP, _LEAST_WARM_UP = 6, 2  # plans of new tensors are exact at first, then recorded, then captured,
-_LONG = 0.01  # which matters less for steps of so many seconds
+_LONG = 10.0  # which matters less for steps of so many milliseconds
 _LEFT_OUT = "reference", "decode"  # one is for all that others cannot run, the other has rules of its own
 MaskLike = Mask | Callable[..., Tensor]
 
@@ -282,37 +281,26 @@ def _timed(
     counts, failed = {}, {}
     for name, step in steps.items():
         try:
-            counts[name] = max(1, min(_MOST_CALLS, int(_SECONDS / _warm_up(step, device))))
+            counts[name] = max(1, min(_MOST_CALLS, int(_MILLISECONDS / _warm_up(step, device))))
         except Exception as error:  # kernels raise errors of any type
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     times: dict[str, list[float]] = {}
     gc.collect()
-    gc.disable()
     for turn in range(repeats):
         names = list(counts)
         random.Random(turn).shuffle(names)
         for name in names:
-            times.setdefault(name, []).append(_seconds(steps[name], counts[name], device) * 1e3)
-    gc.enable()
+            times.setdefault(name, []).append(wall_milliseconds(steps[name], device, counts[name]))
     return {name: float(f"{statistics.median(times[name]):.4g}") for name in steps if name in times}, failed
 
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the last step."""
+    """Milliseconds of the last step."""
     for n in range(_WARM_UP):
-        seconds = _seconds(step, 1, device)
-        if n >= _LEAST_WARM_UP and seconds > _LONG:
+        milliseconds = wall_milliseconds(step, device)
+        if n >= _LEAST_WARM_UP and milliseconds > _LONG:
             break
-    return seconds
-
-
-def _seconds(step: Callable[[], None], count: int, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / count
+    return milliseconds
 
 
 # --- the command ---

@@ -10,12 +10,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks.choice import CHECK
 from benchmarks.results import Row, measured_on
 from flexmasks.backends import times
 from flexmasks.plans.mask_plan import Computed, computed_in_sequences
 from flexmasks.plans.windows import Window
 
-CHECK = "check"
 NEAR = 1.15  # times as long as the fastest backend
 # Times as long as a fast host takes, from which a GPU's time shows: hosts of processes differed by up to 1.8 times.
 _ABOVE_HOST = 3.0

@@ -22,7 +22,7 @@ from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import reason_of
 from benchmarks.steps_tables import github_table
 from flexmasks.attention import attention, dense_mask, explain
-from flexmasks.bench.clock import progress, synchronize, wall_milliseconds
+from flexmasks.bench.clock import give_head_start, progress, synchronize, wall_milliseconds
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 
@@ -290,17 +290,11 @@ def _figures(way: Way, is_fixed: bool, device: torch.device) -> dict[str, float]
     return found
 
 
-@functools.cache
-def _gigabyte(device: torch.device) -> Tensor:
-    return torch.empty(1 << 30, dtype=torch.uint8, device=device)
-
-
 def _apart(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return milliseconds of the GPU with empty caches, and of the host, of one call that the GPU starts late."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     synchronize(device)
-    for _ in range(_HEAD_START_GIGABYTES):
-        _gigabyte(device).zero_()
+    give_head_start(device, _HEAD_START_GIGABYTES)
     first.record()
     start = time.perf_counter()
     call()
