@@ -69,13 +69,13 @@ def own(kind: str) -> str:
 
 def speed() -> str:
     """Return the table of speed, ten rows of figures from the results files."""
-    of_packed = _documents_speed()
-    rows = [*_attention_speed(), *of_packed, _training_speed(), _decoding_speed(), _blocks_speed(), _softmax_speed()]
+    rows = [*_attention_speed(), _documents_speed(), _training_speed(), _decoding_speed(), _blocks_speed()]
+    rows += [_softmax_speed()]
     made = results("attention_gpu")["machine"]
-    of_documents = bench_documents.sentence(results("documents_gpu")) if of_packed else ""
+    of_documents = bench_documents.sentence(results("documents_gpu"))
     about = textwrap.fill(
         f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
-        f"torch takes. The first {'five' if of_packed else 'six'} rows are attention, forward and backward, bfloat16, "
+        f"torch takes. The first five rows are attention, forward and backward, bfloat16, "
         f"batch 16, 16 heads, 8,192 tokens, head size 128{of_documents}. Decoding is a query each for 64 "
         "sequences of up to 8,192 keys, 32 heads in groups of 4, new lengths each time. Compiled torch is "
         "`flex_attention`, `create_block_mask` or a softmax under `torch.compile`. Masks as tensors go to SDPA or "
@@ -91,7 +91,6 @@ def _attention_speed() -> list[list[str]]:
     titles = {
         "causal": "causal",
         "sliding_window": "sliding window of 1,024",
-        "document, causal": "two documents, causal",
         "prefix_lm": "prefix LM",
         "natten": "neighborhoods of 7 x 7 pixels",
         "softcap, causal": "causal with a soft-cap",
@@ -101,16 +100,12 @@ def _attention_speed() -> list[list[str]]:
     return [
         _row(title, ms[case, "flexmasks"], ms[case, "flex_attention"], ms.get((case, "SDPA + mask")))
         for case, title in titles.items()
-        if case != "document, causal" or not _documents_speed()  # which is a row of documents, too
     ]
 
 
-def _documents_speed() -> list[list[str]]:
-    """Return the row of packed documents, once they are measured."""
-    if not (RESULTS / "documents_gpu.json").exists():
-        return []
+def _documents_speed() -> list[str]:
     count, ours, flex, _ = bench_documents.headline(results("documents_gpu"))
-    return [_row(f"{count} packed documents, new ones at each step", ours, flex, None)]
+    return _row(f"{count} packed documents, new ones at each step", ours, flex, None)
 
 
 def _training_speed() -> list[str]:
@@ -159,16 +154,9 @@ def choice() -> str:
     return choice_table.markdown(results("choice_gpu"))
 
 
-def documents(name: str) -> str:
-    """Return the picture and the table of packed documents from a results file."""
-    if not (RESULTS / f"{name}.json").exists():
-        return "Not measured yet."
-    return f"![bars of these figures]({name}.svg)\n\n{bench_documents.markdown(results(name))}"
-
-
-def tried(name: str) -> str:
-    """Return the table of cuDNN's interval masks from a results file, and what follows from it."""
-    return bench_intervals.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+def documents() -> str:
+    """Return the picture and the table of packed documents."""
+    return f"![bars of these figures](documents_gpu.svg)\n\n{bench_documents.markdown(results('documents_gpu'))}"
 
 
 def serve(name: str) -> str:
@@ -229,8 +217,8 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
     "recipes/results/choice.md": {"choice_gpu": choice},
-    "recipes/results/documents.md": {"documents_gpu": functools.partial(documents, "documents_gpu")},
-    "recipes/results/tried.md": {"cudnn_gpu": functools.partial(tried, "cudnn_gpu")},
+    "recipes/results/documents.md": {"documents_gpu": documents},
+    "recipes/results/tried.md": {"cudnn_gpu": lambda: bench_intervals.markdown(results("cudnn_gpu"))},
     "recipes/results/serve.md": {
         name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
     },
@@ -269,8 +257,7 @@ def pictures() -> dict[str, flexmasks.Picture]:
 
 def charts() -> dict[str, str]:
     """Return the pictures of results by their files."""
-    names = [name for name in ("documents_gpu",) if (RESULTS / f"{name}.json").exists()]
-    return {f"recipes/results/{name}.svg": bench_documents.chart(results(name)) for name in names}
+    return {"recipes/results/documents_gpu.svg": bench_documents.chart(results("documents_gpu"))}
 
 
 @pytest.mark.parametrize("name", GENERATED)
