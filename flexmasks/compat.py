@@ -484,7 +484,8 @@ def constant_in_graphs(function: _Function) -> _Function:
     """Let torch.compile call a function while it traces, and take the result as a constant.
 
     Without it torch.compile would trace the function, and fail. torch.compiler.assume_constant_result is public, and
-    imports torch's compilers. Numbers that may be symbolic are passed through `constants`.
+    imports torch's compilers. Numbers that may be symbolic are passed through `constants`. The result is no dict, which
+    torch.compile would watch for changes and fails to.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -202,7 +202,7 @@ def error(got: Tensor | None, want: Tensor | None, unit: float = 0.05) -> float:
     """
     assert got is not None
     assert want is not None
-    got, want = got.detach().double().cpu(), want.detach().double()
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
     size = max(float(want.norm()), unit * want.numel() ** 0.5)
     difference = float((got - want).norm()) / size
     return difference if math.isfinite(difference) else math.inf

@@ -147,6 +147,18 @@ def test_facts_around_a_call_are_asked_once(question: str) -> None:
     assert len(asking) <= MOST_LINES_THAT_ASK[question], "\n".join(asking)
 
 
+def test_constants_of_graphs_are_no_dicts() -> None:
+    """torch.compile fails where code reads a dict that a function returned as a constant."""
+    marked = [
+        node
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("constant_in_graphs" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    assert len(marked) > 10
+    assert not [f.name for f in marked if f.returns is None or "dict" in ast.unparse(f.returns)]
+
+
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the private names of torch that a file imports or reads, such as `torch._C`."""
     of_torch: dict[str, str] = {}  # the torch symbol that each name in the file refers to

@@ -140,7 +140,9 @@ def chosen_tiles(
 ) -> dict[str, int]:
     """Return the kernel options of a call's tiles, or none for torch's own."""
     sizes = compat.constants((q.shape[3], v.shape[3]))
-    return _options(q.dtype, q.device, sizes, compat.constants(tuple(block_size)), compat.constants(tuple(reads)))
+    return dict(
+        _options(q.dtype, q.device, sizes, compat.constants(tuple(block_size)), compat.constants(tuple(reads)))
+    )
 
 
 @compat.constant_in_graphs
@@ -150,7 +152,7 @@ def _options(
     head_sizes: tuple[int, int],
     block_size: tuple[int, int],
     reads: tuple[int, bool],
-) -> dict[str, int]:
+) -> tuple[tuple[str, int], ...]:
     size, memory, of_pairs = max(head_sizes), shared_memory(device), Reads(*reads)
     if capability(device) == _MEASURED_ON:
         is_known = head_sizes[0] == head_sizes[1] or any(reads) or size > 256
@@ -160,8 +162,8 @@ def _options(
     for (least, most), (forward, backward) in sizes.items():
         if least <= size <= most:
             both = (_first_that_fits(tiles, block_size, of_pairs, memory) for tiles in (forward, backward))
-            return dict(itertools.chain.from_iterable(options.items() for options in both))
-    return {}
+            return tuple(itertools.chain.from_iterable(options.items() for options in both))
+    return ()
 
 
 def _first_that_fits(tiles: Sequence[_Tiles], block_size: tuple[int, int], reads: Reads, memory: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 import flexmasks
 from flexmasks import inside_compile
 from flexmasks.backends import flex, kernel_tiles
+from flexmasks.backends.call import Operand
 from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.kernel_tiles import Reads
 from flexmasks.backends.operations import bytes_for_pairs
@@ -161,6 +162,23 @@ def test_tiles_fit_by_the_tables(memory: int, dtype: torch.dtype, monkeypatch: p
             fitting = [one.options for one in tiles if one.memory_for(Reads(count, learns)) <= memory]
             last = tiles[-1].options | {f"{prefix}_num_stages": 1}
             assert options == (fitting[0] if fitting else last)
+
+
+@pytest.mark.parametrize("shape", [(300, 4), (300, 1), (8, 4)], ids=["queries", "heads in groups", "few queries"])
+def test_torch_compile_reads_tiles(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a graph they are merged with other options while torch traces."""
+    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: HOPPER)
+    length, kv_heads = shape
+    with FakeTensorMode(), torch.device("cuda:0"):
+        q, k = (Operand.of(torch.empty(1, h, length, 128, dtype=torch.bfloat16)) for h in (4, kv_heads))
+
+    def traced(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x + 1, flex.options(q, k, k, None, None, (128, 128), kernel_tiles.NO_READS)
+
+    _, options = torch.compile(traced, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert options == flex.options(q, k, k, None, None, (128, 128), kernel_tiles.NO_READS)
+    assert "bwd_BLOCK_M1" in options
 
 
 _LENGTHS = (2, 4, LENGTH, LENGTH)
