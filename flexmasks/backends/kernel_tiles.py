@@ -140,9 +140,7 @@ def chosen_tiles(
 ) -> dict[str, int]:
     """Return the kernel options of a call's tiles, or none for torch's own."""
     sizes = compat.constants((q.shape[3], v.shape[3]))
-    return dict(
-        _options(q.dtype, q.device, sizes, compat.constants(tuple(block_size)), compat.constants(tuple(reads)))
-    )
+    return dict(_options(q.dtype, q.device, sizes, compat.constants(tuple(block_size)), compat.constants(tuple(reads))))
 
 
 @compat.constant_in_graphs
