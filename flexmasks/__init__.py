@@ -18,6 +18,7 @@ from flexmasks.attention import varlen_attention as varlen_attention
 from flexmasks.backends import operators as _operators  # noqa: F401 # saved graphs need them
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
+from flexmasks.context import invariant as invariant
 from flexmasks.masks.packed import packed as packed
 from flexmasks.masks.paged import paged as paged
 from flexmasks.spec.arguments import get_mask as get_mask
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
-    "plan", "Plan", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
+    "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",

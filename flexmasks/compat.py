@@ -517,6 +517,18 @@ def as_constant(number: int | float) -> int | float:
     return len(range(number)) if number >= 0 else -len(range(-number))
 
 
+@constant_in_graphs
+def batch_invariant() -> bool:
+    """Return whether torch is set to give results that do not depend on a batch (torch 2.13).
+
+    No public equivalent but the variable, which is read where torch's compilers are not loaded.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return os.environ.get("TORCHINDUCTOR_BATCH_INVARIANT") == "1"
+    return bool(getattr(config, "batch_invariant", False))
+
+
 def constants(value: Any) -> Any:
     """Return a value whose numbers, those of tuples included, are constants where torch.compile traces this.
 

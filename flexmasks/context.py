@@ -27,6 +27,42 @@ def is_traced_or_transformed() -> bool:
     return compat.is_compiling() or compat.transforms_active() or compat.in_forward_derivative()
 
 
+class invariant:  # in lower case as torch.no_grad
+    """Inside this context the result of a sequence does not depend on what else is in a call.
+
+    Its output, its lse and its gradients are equal, bit by bit, alone and in any batch, at any place in it, packed with
+    other documents in any order, in rows of any length, as one prefill, in chunks and token by token, from contiguous
+    keys and from pages of any size, eager and inside torch.compile, and from one process to the next. This holds on one
+    kind of device and for one dtype, head size and kind of mask.
+
+    It holds for the whole process, not for one thread, as torch's deterministic mode does. torch's own setting, the
+    variable TORCHINDUCTOR_BATCH_INVARIANT=1 or `torch._inductor.config.batch_invariant`, turns it on too.
+
+    Kernels then read the keys of a sequence from its first one on, in tiles of one size, without splitting them, and
+    add gradients in order. What cannot run so raises ValueError, which says why; `explain` says it before.
+
+    Example:
+        >>> with flexmasks.invariant():
+        ...     out = flexmasks.attention(q, k, v, mask="causal")
+    """
+
+    def __enter__(self) -> None:
+        global _is_invariant
+        self._before, _is_invariant = _is_invariant, True
+
+    def __exit__(self, *_: object) -> None:
+        global _is_invariant
+        _is_invariant = self._before
+
+
+_is_invariant = False
+
+
+def is_invariant() -> bool:
+    """Whether results must not depend on what else is in a call."""
+    return _is_invariant or compat.batch_invariant()
+
+
 class Context(NamedTuple):
     """Everything around a call that decides how it runs, but for its arguments."""
 
@@ -40,6 +76,7 @@ class Context(NamedTuple):
     # Which kernels of scaled_dot_product_attention torch may take, whether it has to be deterministic, and whether it
     # only warns. The order of these kernels has no public name: a new one goes unnoticed where a call was made before.
     settings: tuple[bool, ...]
+    is_invariant: bool  # results must not depend on what else is in the call, see `invariant`
     is_compiling: bool = False  # torch.compile or torch.export traces the call
 
     @classmethod
@@ -60,12 +97,13 @@ class Context(NamedTuple):
                 cuda.math_sdp_enabled(), torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
+            is_invariant(),
         )  # fmt: skip
 
     @property
     def adds_in_order(self) -> bool:
         """Whether kernels that can add in order do."""
-        return self.settings[-2]
+        return self.is_invariant or self.settings[-2]
 
     @property
     def must_be_deterministic(self) -> bool:

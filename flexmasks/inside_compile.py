@@ -26,7 +26,7 @@ from flexmasks.backends import flex, flex_flash, forms, plain, tiles_operator
 from flexmasks.backends.call import BlocksAndScore, Call, Operand, Plans, Ready, Result, exports_any_length
 from flexmasks.backends.encoded import BITS, UNKNOWN, Encoded, changed, errors_logged
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
-from flexmasks.backends.table import BACKENDS, choose, warn_of_dtypes, warn_of_order, why_not
+from flexmasks.backends.table import BACKENDS, choose, only_choice, warn_of_dtypes, warn_of_order, why_not
 from flexmasks.backends.traced_blocks import (
     aligned_traced,
     bits_of_function,
@@ -42,7 +42,7 @@ from flexmasks.blocks import bits as of_words
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of
-from flexmasks.context import Context
+from flexmasks.context import Context, is_invariant
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -101,7 +101,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     learns = torch.is_grad_enabled() and _may_learn(score, of_score, request.backend)
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     facts = needs_grad, learns, request.return_lse
-    constants = text_of_constants((request.backend_name, encoded.block_size, encoded.sizes, *facts))
+    constants = text_of_constants((request.backend_name, encoded.block_size, encoded.sizes, is_invariant(), *facts))
     lists = () if block_mask is None else lists_of(block_mask)
     options = compat.constants(tuple((request.kernel_options or {}).items()))
     given = encoded.mask, encoded.offset, of_score, q_offset, q, k, v, compat.constants(request.scale)
@@ -172,16 +172,17 @@ def _attend(
     in _TRACED: torch takes only tensors from functions that it does not trace, and knows their lengths while it traces.
     The choice depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
 
-    constants: the text of the backend's name, the size of given blocks, the sizes of the mask, whether the call needs a
-        gradient, whether its score may learn, and whether the lse is wanted.
+    constants: the text of the backend's name, the size of given blocks, the sizes of the mask, whether the call is
+        inside `invariant`, needs a gradient, has a score that may learn, and wants the lse.
     sinks: logits that are folded into both.
     lists: those of given blocks.
     options: the items of kernel_options.
     """
     with errors_logged():
-        backend, block_size, sizes, *facts = value_of_text(constants)
+        backend, block_size, sizes, must_be_invariant, *facts = value_of_text(constants)
         encoded = Encoded(changed(mask, _without_gradient), offset, block_size, sizes, score, q_offset)
-        call = _call_of(encoded.with_numbers(compat.size_hint).plans(q, k, lists), q, k, v, scale, dict(options), facts)
+        plans = encoded.with_numbers(compat.size_hint).plans(q, k, lists)
+        call = _call_of(plans, q, k, v, scale, dict(options), facts, must_be_invariant)
         if not lists and exports_any_length(q, k):  # no symbolic lengths are compared
             with compat.without_modes():
                 plan = cast(MaskPlan, call.mask)
@@ -267,6 +268,8 @@ def _chosen(backend: str, call: Call, names: tuple[str, ...]) -> str:
     reason = None if backend == "auto" else why_not(backend, call)
     if backend not in ("auto", *names):
         reason = reason or "only torch can read its functions, for flex and the reference"
+    if call.context.is_invariant and reason is None:
+        backend = only_choice(call, backend)
     if reason is None:
         name = next(b.name for b in choose(call)[0] if b.name in names) if backend == "auto" else backend
         reason = forms.kills(call) if name in _COMPILED else None
@@ -282,7 +285,14 @@ def _chosen(backend: str, call: Call, names: tuple[str, ...]) -> str:
 
 
 def _call_of(
-    plans: Plans, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: dict[str, Any], facts: Any
+    plans: Plans,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    options: dict[str, Any],
+    facts: Any,
+    must_be_invariant: bool = False,
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     q_offset, (needs_grad, learns, with_lse) = plans.encoded.q_offset, facts
@@ -298,7 +308,7 @@ def _call_of(
         kernel_options=options or None,
         needs_grad=needs_grad,
         learns=learns,
-        context=Context.now(q.device)._replace(is_compiling=True),
+        context=Context.now(q.device)._replace(is_compiling=True, is_invariant=must_be_invariant),
     )
 
 

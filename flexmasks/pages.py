@@ -16,7 +16,7 @@ from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import BACKENDS, choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.context import Context, is_capturing, reads_at_once
+from flexmasks.context import Context, is_capturing, is_invariant, reads_at_once
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
@@ -246,7 +246,7 @@ def _run_without_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Tens
     """Return output and lse (or None) of a checked call whose kernel reads no pages."""
     if request.q_offset is None:
         request = request._replace(q_offset=_kept_offset_of_last(cache.kv_lens, q.shape[2]))
-    if not (cache.is_read_by_kernels or computes_nothing(q, cache.k, cache.v)):
+    if not (cache.is_read_by_kernels or computes_nothing(q, cache.k, cache.v)) or is_invariant():
         return _run_gathered(q, cache, request)
     if cache.room > cache.k.shape[:2].numel():  # pages that repeat hold more keys than the pool has slots
         request = request._replace(ends_among_keys=False)

@@ -110,7 +110,7 @@ class Plan(HeldPlan):
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, torch.Tensor) else self.q_offset
         score = None if self.score is None else self.score.to(device)
         sizes = replace(self.sizes, device=device_of_tensors(device))
-        return Plan(self.mask.to(device), score, sizes, q_offset)
+        return Plan(self.mask.to(device), score, sizes, q_offset, is_invariant=self.is_invariant)
 
     def _extents(self) -> dict[str, Any]:
         sizes = self.sizes
@@ -123,14 +123,14 @@ class Plan(HeldPlan):
     __and__ = __or__ = __invert__
 
     def __reduce__(self) -> Any:
-        return loaded_plan, (self.mask, self.score, self._extents())
+        return loaded_plan, (self.mask, self.score, self._extents() | {"invariant": self.is_invariant})
 
     def __copy__(self) -> Plan:
-        return Plan(self.mask, self.score, self.sizes, self.q_offset)
+        return Plan(self.mask, self.score, self.sizes, self.q_offset, is_invariant=self.is_invariant)
 
     def __repr__(self) -> str:
         what = repr(self.mask) if self.score is None else f"{self.mask!r} with score {self.score!r}"
-        return f"Plan({what}, {self.sizes})"
+        return f"Plan({what}, {self.sizes}{', invariant=True' if self.is_invariant else ''})"
 
 
 _EXPLAIN = "flexmasks.Plan.explain"
@@ -152,6 +152,7 @@ def plan(
     device: torch.device | str | None = None,
     q_offset: Alignment = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
+    invariant: bool = False,
     **params: Any,
 ) -> Plan:
     """Return a plan of a mask for calls of these sizes, which `attention` takes in place of the mask.
@@ -168,6 +169,7 @@ def plan(
         device: the device of the calls; by default that of the parameters' tensors, or the CPU.
         q_offset: where the queries start, as in `attention`.
         score: a change of the scores, as in `attention`; by default calls may name their own.
+        invariant: whether calls with the plan run as inside `flexmasks.invariant`.
         **params: the parameters of the mask and the score that are given by name.
 
     Raises:
@@ -190,8 +192,9 @@ def plan(
     value = get_mask("full" if known is None else known)
     if compat.is_compiling():  # torch traces no checks of values; the call checks the sizes
         sizes = Sizes(q_len, q_len if kv_len is None else kv_len, batch, heads, None)
-        return Plan(value, change, sizes, cast(int | torch.Tensor, q_offset))
+        return Plan(value, change, sizes, cast(int | torch.Tensor, q_offset), is_invariant=invariant)
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
     size, _, offset = lengths.check("flexmasks.plan", value, change)
     lengths.check_parameters(size, offset, [value] if change is None else [value, change])
-    return Plan(value, change, Sizes(size.q_len, size.kv_len, batch, heads, size.device), offset)
+    sizes = Sizes(size.q_len, size.kv_len, batch, heads, size.device)
+    return Plan(value, change, sizes, offset, is_invariant=invariant)

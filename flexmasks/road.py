@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -21,12 +22,12 @@ from flexmasks import checkpointing, compat
 from flexmasks.backends.call import Call, Inputs, Kind, Operand, Plans, Ready, RefusedByAll, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.table import BACKENDS, is_not_here, made_ready
+from flexmasks.backends.table import BACKENDS, is_not_here, made_ready, only_choice, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
-from flexmasks.context import Context
+from flexmasks.context import Context, invariant, is_invariant
 from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
@@ -58,6 +59,9 @@ _CPU = torch.device("cpu")
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
+    if _wants_invariance(request):
+        with invariant():
+            return attend(q, k, v, request)
     if compat.is_compiling():
         return _attend_in_graph(q, k, v, request)
     context = Context.now(q.device if isinstance(q, Tensor) else _CPU)
@@ -89,6 +93,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
     # Whoever makes the call again for a backward pass compares what it read.
     return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
+
+
+def _wants_invariance(request: Request) -> bool:
+    """Return whether a call's plan makes it one inside of `invariant`."""
+    return isinstance(request.mask, HeldPlan) and request.mask.is_invariant and not is_invariant()
 
 
 def unseen(is_traced: bool) -> contextlib.AbstractContextManager[None]:
@@ -527,6 +536,9 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
+    if _wants_invariance(request):
+        with invariant():
+            return explain(q, k, v, request)
     request = without_plan(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
@@ -541,11 +553,26 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         able, (kernel, forms), reasons = made_ready(call, Inputs(q, k, v, None, plans), request.backend_name)
         is_auto = request.backend == "auto"
         chosen = able[0] if is_auto else BACKENDS[request.backend_name]
-        able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
+        why = "was asked for" if not is_auto else "comes first" if call.context.is_invariant else "is faster here"
+        able_too = f"it can run the call, but {chosen.name} {why}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         compiles, blocks = kernel.compiles(forms, q, k, v), kernel.blocks(plans)
         mask = plans.mask.resized(blocks.block_mask.BLOCK_SIZE) or plans.mask
         plan = kernel.instead_of_blocks(forms) or mask.explained()
         form = f"data: {kernel.why_data}" if kernel.why_data else "its function"
         not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, not_here)
+        invariance = _invariance(call, request.backend_name, chosen.name)
+        return Explanation(
+            chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, invariance, not_here
+        )
+
+
+def _invariance(call: Call, asked_for: str, chosen: str) -> str:
+    """Say whether the result of a sequence depends on what else is in a call, see `invariant`."""
+    if call.context.is_invariant:
+        return "yes"
+    inside = replace(call, context=call.context._replace(is_invariant=True))
+    try:
+        return f"no, but inside flexmasks.invariant(), where {only_choice(inside, asked_for)} runs such calls"
+    except ValueError:
+        return f"no, {why_not(chosen, inside)}"

@@ -28,6 +28,7 @@ from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
+from flexmasks.plans.sizes import capability
 from flexmasks.plans.windows import Intervals, Look, Window
 from flexmasks.spec.bands import Band, Sequences
 
@@ -35,6 +36,7 @@ MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
+_INVARIANT_ON = (9,)  # major compute capabilities
 # In torch's deterministic mode the backward pass counts, for each sequence, head and tile of queries, which tile of
 # keys is next. It makes room for sequences of all tokens. Grouped heads count tiles of keys, too, in as much room at
 # most.
@@ -55,6 +57,16 @@ def refuses(call: Call) -> str | None:
         if reason is not None:
             return reason
     return _refuses_numbers(call)
+
+
+def varies(call: Call) -> str | None:
+    """Return why results may depend on what else is in the call, or None.
+
+    A tile of queries reads its keys in order, from the first one of their sequence on, and each row of a tile is by
+    itself. Tiles depend on the head size, and on whether there is a bound on each side.
+    """
+    major = capability(call.q.device)[0]
+    return None if major in _INVARIANT_ON else f"it was not shown to be invariant on compute capability {major}"
 
 
 def adds_in_any_order(call: Call) -> str | None:
@@ -91,13 +103,14 @@ def _refuses_numbers(call: Call) -> str | None:
     """Return why a call of a window cannot run here, or None."""
     if call.score is not None and call.cap is None:
         return "it has no score changes except the soft-cap"
-    if (numbers := call.numbers_of(call.score)) is not None and numbers.are_later:
+    is_invariant = call.context.is_invariant  # then earlier calls and sizes decide nothing
+    if not is_invariant and (numbers := call.numbers_of(call.score)) is not None and numbers.are_later:
         return "it compiles a kernel for each soft-cap, and has those for other values"
     if call.kernel_options:
         return "it takes no kernel_options"
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"
-    if call.q.shape[2] < MIN_QUERIES:
+    if not is_invariant and call.q.shape[2] < MIN_QUERIES:
         return "it does not split the keys among processors, which few queries need"
     if call.context.has_transforms or call.context.is_transformed:
         return "it does not run inside transforms of torch.func"
@@ -108,16 +121,19 @@ def kernel(call: Call) -> Kernel:
     if call.pages is not None or call.mask.window is None:
         return _to_ends(call)
     batch, heads, length, _ = call.q.shape
+    window = call.mask.unfitted_window if call.context.is_invariant else call.mask.window
     are_contiguous = all(x.is_contiguous() for x in (call.q, call.k, call.v))
     has_heads_apart = batch > 1 and heads == call.k.shape[1] and are_contiguous
     return Fa4Kernel(
-        call.mask.window,
+        cast(Window, window),
         lengths=(length, call.k.shape[2]),
         scale=call.scale,
         cap=call.cap,
         with_lse=call.with_lse,
         heads_apart=heads if has_heads_apart else 0,
         is_traced=call.is_traced,
+        adds_in_order=call.context.adds_in_order,
+        is_invariant=call.context.is_invariant,
         bytes_of_counts=_bytes_of_counts(call) if call.mask.window.has_sequences and not call.is_traced else 0,
     )
 
@@ -211,6 +227,8 @@ class Fa4Kernel(_Fa4):
     with_lse: bool
     heads_apart: int = 0  # the number of heads, if all heads may count as one
     is_traced: bool = False  # torch.compile traces the call
+    adds_in_order: bool = False  # gradients
+    is_invariant: bool = False
     bytes_of_counts: int = 0  # for each sequence, in torch's deterministic mode
 
     key = "fa4"
@@ -239,8 +257,9 @@ class Fa4Kernel(_Fa4):
             forms[0].look.confirm()
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
-        # What learns would get gradients from padding, which nobody has looked for.
-        return not self._may_have_padding and folds_sinks(q, k, v, sinks)
+        # What learns would get gradients from padding, which nobody has looked for. Sinks that the kernel folds in give
+        # other bits than those that are folded in afterwards.
+        return not (self._may_have_padding or self.is_invariant) and folds_sinks(q, k, v, sinks)
 
     @property
     def _may_have_padding(self) -> bool:
@@ -294,9 +313,10 @@ class Fa4Kernel(_Fa4):
         """Return output and lse of q, k and v [B, S, H, D or Dv], or of sequences [tokens, H, D or Dv]."""
         if self.is_traced:
             in_order = [arguments.get(name) for name in ARGUMENTS]
-            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, counts, self.cap, self.with_lse)
+            given = counts, self.cap, self.adds_in_order
+            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, *given, self.with_lse)
         else:
-            out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, counts, self.cap)
+            out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, counts, self.cap, self.adds_in_order)
         return out, lse
 
     def _arguments(self, shift: int = 0, **given: Any) -> dict[str, Any]:
@@ -328,9 +348,10 @@ def _to_ends(call: Call) -> Kernel:
         left = cast(Intervals, call.mask.intervals).left
     else:
         band, k_cache = cast(Band, call.pages.band), call.pages.k_cache
-        left, right = band.left, _reaching(band.right, q_len)
+        left, right = band.left, band.right
         parts, pages = _parts_of_pages(k_cache, call.pages.v_cache), k_cache.shape[0]
-    left = _reaching(left, kv_len)
+    if not call.context.is_invariant:
+        left, right = _reaching(left, kv_len), right if call.pages is None else _reaching(right, q_len)
     return Fa4EndKernel(left, right, call.scale, call.cap, call.with_lse, (q_len, kv_len), parts, pages)
 
 

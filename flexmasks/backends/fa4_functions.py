@@ -55,10 +55,11 @@ class Attend(torch.autograd.Function):
         arguments: dict[str, Any],
         counts: Tensor | None,
         cap: float | None,
+        in_order: bool,
     ) -> tuple[Tensor, Tensor]:
         out, lse = forward(q, k, v, arguments, cap, sinks, counts)
         ctx.save_for_backward(q, k, v, out, lse, sinks, counts)
-        ctx.arguments, ctx.cap = arguments, cap
+        ctx.arguments, ctx.cap, ctx.in_order = arguments, cap, in_order
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -66,14 +67,14 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sinks, counts = ctx.saved_tensors
         if d_out is None and d_lse is None:
-            return (None,) * 7
+            return (None,) * 8
         q, k, v, out, lse = saved
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        given = ctx.arguments, ctx.cap, sinks, counts
+        given = ctx.arguments, ctx.cap, sinks, counts, ctx.in_order
         gradients: tuple[Tensor | None, ...] = backward(q, k, v, out, lse, d_out, d_lse, *given)
         if torch.is_grad_enabled():
             gradients = differentiated_once("fa4", gradients, q, k, v)
-        return *gradients, *[None] * (7 - len(gradients))
+        return *gradients, *[None] * (8 - len(gradients))
 
 
 def forward(
@@ -113,13 +114,17 @@ def backward(
     cap: float | None,
     sinks: Tensor | None = None,
     counts: Tensor | None = None,
+    in_order: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v, and of sinks if there are some."""
+    """Return the gradients of q, k and v, and of sinks if there are some.
+
+    in_order: whether to add the gradients in order, where the GPU's kernel can.
+    """
     functions = {}
     if cap is not None:
         functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
     given = {} if sinks is None else {"learnable_sink": sinks}
-    deterministic = torch.are_deterministic_algorithms_enabled() and not is_small(q.device)
+    deterministic = in_order and not is_small(q.device)
     tensors = (q, k, v, out, d_out, lse)
     gradients = interface()._flash_attn_bwd(
         *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic
@@ -152,6 +157,7 @@ def traced_forward(
     causal: bool | None,
     counts: Tensor | None,
     cap: float | None,
+    in_order: bool,
     lse_may_learn: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse, as `Attend` does.
@@ -188,10 +194,11 @@ def traced_backward(
     causal: bool | None,
     counts: Tensor | None,
     cap: float | None,
+    in_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
     arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
-    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks, counts)
+    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks, counts, in_order)
     return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
 
 
@@ -204,16 +211,16 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, counts, cap, lse_may_learn = inputs
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, counts, cap, in_order, lse_may_learn = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k, counts)
-    ctx.numbers, ctx.cap, ctx.lse_may_learn = numbers, cap, lse_may_learn
+    ctx.numbers, ctx.how, ctx.lse_may_learn = numbers, (cap, in_order), lse_may_learn
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *saved, sinks, starts, kv_starts, counts = ctx.saved_tensors
     slopes = d_out, d_lse if ctx.lse_may_learn else None
-    dq, dk, dv, d_sinks = traced_backward(*saved, sinks, *slopes, starts, kv_starts, *ctx.numbers, counts, ctx.cap)
-    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 11
+    dq, dk, dv, d_sinks = traced_backward(*saved, sinks, *slopes, starts, kv_starts, *ctx.numbers, counts, *ctx.how)
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 12
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

@@ -31,6 +31,10 @@ _FA4_RECOMPILES_ON = (
 )
 
 
+def _varies(call: Call) -> str | None:
+    return "what it computes of a sequence depends on what else is in the call"
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run a call."""
@@ -43,6 +47,8 @@ class Backend:
     reads_pages: bool = False
     reads_any_dtype: bool = False  # k and v may have another dtype than q
     can_be_traced: bool = False  # torch.compile may trace a call, see `flexmasks.inside_compile`
+    # Why the results of a sequence may depend on what else is in the call, or None, see `flexmasks.invariant`.
+    varies: Callable[[Call], str | None] = _varies
     lacks: Callable[[], str] = lambda: ""  # what this machine lacks for any call, in the words of `refuses`, or ""
 
 
@@ -51,7 +57,7 @@ BACKENDS = {
     for b in (
         Backend(
             "fa4", fa4.refuses, fa4.kernel, fa4.adds_in_any_order, _FA4_RECOMPILES_ON, reads_pages=True,
-            can_be_traced=True, lacks=fa4_package.why_unusable,
+            can_be_traced=True, varies=fa4.varies, lacks=fa4_package.why_unusable,
         ),
         Backend("decode", decode.refuses, decode.kernel, reads_pages=True),
         Backend("sdpa", sdpa.refuses, sdpa.kernel, can_be_traced=True),
@@ -100,6 +106,8 @@ def _fastest_first(call: Call) -> list[Backend]:
 
     The reference is last, but for kernels whose compilation a small call on a CPU waits with.
     """
+    if call.context.is_invariant:
+        return list(BACKENDS.values())
     if not call.on_gpu or call.pages is not None:
         waits = waiting.uncompiled(call) is not None
         return [*(b for b in BACKENDS.values() if not (waits and b.name == "flex")), *[BACKENDS["flex"]] * waits]
@@ -129,14 +137,14 @@ def _is_for_short(call: Call) -> bool:
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
     reason = why_not(backend.name, call)
-    if reason or call.is_traced:
+    if reason or call.is_traced or call.context.is_invariant:
         return reason
     kind = backend.name, call.outcome_key
     return _FAILURES.get(kind) or _FAILURES.get((*kind, *_lengths(call)))
 
 
 def why_not(name: str, call: Call) -> str | None:
-    """Return why a backend cannot run a call, torch's deterministic mode included, or None."""
+    """Return why a backend cannot run a call, also where it must be deterministic or invariant, or None."""
     backend = BACKENDS[name]
     if call.is_traced and not backend.can_be_traced:
         return "torch.compile does not trace it"
@@ -144,13 +152,16 @@ def why_not(name: str, call: Call) -> str | None:
         return "it reads no pages"
     if call.k.dtype != call.q.dtype and not backend.reads_any_dtype:
         return "its kernel takes k and v in the dtype of q only"
-    sums = backend.adds_in_any_order(call) if call.context.must_be_deterministic else None
+    is_invariant = call.context.is_invariant
+    sums = backend.adds_in_any_order(call) if is_invariant or call.context.must_be_deterministic else None
     if sums is not None:
-        reason = f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
+        forbids = "flexmasks.invariant()" if is_invariant else "torch.use_deterministic_algorithms(True)"
+        reason = f"it adds {sums} in changing order, which {forbids} forbids"
         # Where "short" does not run the call either, nothing but the reference does.
         is_slow = name == "flex" and why_not("short", call) is not None
         return f"{reason}; {_COST_OF_ORDER}" if is_slow else reason
-    return backend.refuses(call)
+    reason = backend.refuses(call)
+    return reason or (backend.varies(call) if is_invariant else None)
 
 
 def warn_of_dtypes(name: str, call: Call) -> None:
@@ -182,18 +193,33 @@ def _cannot_run(name: str, reason: object) -> ValueError:
     return ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
 
 
-def check(call: Call, name: str) -> None:
-    """Raise ValueError if the backend of this name cannot run a call."""
-    reason = None if name == "auto" else why_not(name, call)
+def only_choice(call: Call, name: str) -> str:
+    """Return the name of the backend of a call if only one may run it, else "auto".
+
+    Inside `flexmasks.invariant` the first of the table that can run the call is the only one: another one would give
+    other bits. Raises ValueError if it cannot run the call.
+    """
+    if name == "auto" and not call.context.is_invariant:
+        return name
+    if name == "auto":
+        able, reasons = choose(call)
+        if not able:
+            against = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(
+                f"flexmasks.attention: no backend can run this call inside flexmasks.invariant(): {against}."
+            )
+        return able[0].name
+    reason = why_not(name, call)
     if reason is not None:
         raise _cannot_run(name, reason)
+    return name
 
 
 def made_ready(call: Call, inputs: Inputs, name: str) -> tuple[list[Backend], Ready, dict[str, str]]:
     """Return the backends that can run a call of a named backend or "auto", with the kernel of the first of them made
     ready, and the reasons against all others. Raises ValueError if a named backend cannot run it.
     """
-    check(call, name)
+    name = only_choice(call, name)
     able, reasons = choose(call)
     while True:
         chosen = able[0] if name == "auto" else BACKENDS[name]
@@ -214,7 +240,7 @@ def run(call: Call, inputs: Inputs, name: str, otherwise: Callable[[], Result] |
     raised instead: another backend would hide it, and might take many times as long. So is the error by which torch's
     activation checkpointing ends what it computes again.
     """
-    check(call, name)
+    name = only_choice(call, name)
     if name != "auto":
         try:
             result = BACKENDS[name].kernel(call).first(call, inputs)

@@ -30,6 +30,7 @@ class Explanation:
     plan: str  # how the blocks are found when tensors change
     mask: str  # what the kernel computes the mask from
     blocks: Blocks  # what the mask skips
+    invariant: str  # whether the result of a sequence depends on what else is in the call, see `flexmasks.invariant`
     not_here: tuple[str, ...] = ()  # the other backends that this machine, or the device of the call, lacks
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -41,7 +42,7 @@ class Explanation:
         if lacking:
             said = [f"{', '.join(names)} ({reason})" for reason, names in lacking.items()]
             rows.append(("not here", "; ".join(said)))
-        rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask)]
+        rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask), ("invariant", self.invariant)]
         if self.recompiles_on:
             rows.append(("recompiles on", self.recompiles_on))
         return rows

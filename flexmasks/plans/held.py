@@ -118,6 +118,7 @@ class HeldPlan(AsAttentionMask):
     launches: dict[Hashable, Launch] = field(default_factory=dict, repr=False)
     tensors: dict[str, list[Tensor]] = field(default_factory=dict, repr=False)  # its own, by the names that users know
     owns_tensors: bool = False
+    is_invariant: bool = False  # its calls run as inside `flexmasks.invariant`
     of_one_step: bool = False  # never updated: it copies no tensors, and its calls take what those of others made
     _ids: frozenset[int] = frozenset()  # of its own tensors
     _versions: list[int] = field(default_factory=list, repr=False)

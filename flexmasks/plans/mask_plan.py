@@ -178,9 +178,17 @@ class MaskPlan(ModifierPlan):
     @functools.cached_property
     def window(self) -> Window | None:
         """The mask as a window that kernels know natively, or None."""
+        return self._window(is_fitted=True)
+
+    @functools.cached_property
+    def unfitted_window(self) -> Window | None:
+        """The window with all keys from the first one on, and with the bounds of any other length."""
+        return self._window(is_fitted=False)
+
+    def _window(self, is_fitted: bool) -> Window | None:
         if self.opaque or self.is_given or not isinstance(self.offset, int):
             return None
-        window = window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+        window = window_of(self.mask, replace(sized(self.size, self.offset), may_read=False), is_fitted)
         return None if window is not None and window.by_look and not self.size.may_read else window
 
     def sequences(self, heads: int = 0) -> tuple[Sequences, Look | None]:

@@ -88,8 +88,11 @@ class Look:
         self.pending = None
 
 
-def window_of(mask: Mask, size: Size) -> Window | None:
-    """Return a mask as a window at these lengths, or None."""
+def window_of(mask: Mask, size: Size, is_fitted: bool = True) -> Window | None:
+    """Return a mask as a window at these lengths, or None.
+
+    is_fitted: leave out keys that no query sees, and bounds behind all keys. Else keys are read from the first one on.
+    """
     band = band_of(mask, size)
     if band is None:
         return None
@@ -98,13 +101,13 @@ def window_of(mask: Mask, size: Size) -> Window | None:
             None if size.q_offset else Window(band.left, band.right, 0, (0, size.kv_len), True, band.check is not None)
         )
     left, right, offset, end = band.left, band.right, size.q_offset, size.q_offset + size.q_len
-    first = 0 if left is None else max(0, offset - left)
+    first = 0 if left is None or not is_fitted else max(0, offset - left)
     stop = size.kv_len if right is None else torch.sym_min(size.kv_len, end + right)
     if left is not None and not _holds(end - 1 - left < size.kv_len):
         return None  # the last queries see nothing, and native kernels do not handle such rows
-    if right is not None and _holds(offset + right >= stop - 1):
+    if is_fitted and right is not None and _holds(offset + right >= stop - 1):
         right = None
-    if left is not None and _holds(end - 1 - left <= first):
+    if is_fitted and left is not None and _holds(end - 1 - left <= first):
         left = None
     return Window(left, right, offset - first, (first, stop), False)
 
