@@ -158,10 +158,10 @@ def why_not(name: str, call: Call) -> str | None:
         forbids = "flexmasks.invariant()" if is_invariant else "torch.use_deterministic_algorithms(True)"
         reason = f"it adds {sums} in changing order, which {forbids} forbids"
         # Where "short" does not run the call either, nothing but the reference does.
-        is_slow = name == "flex" and why_not("short", call) is not None
+        is_slow = name == "flex" and not is_invariant and why_not("short", call) is not None
         return f"{reason}; {_COST_OF_ORDER}" if is_slow else reason
-    reason = backend.refuses(call)
-    return reason or (backend.varies(call) if is_invariant else None)
+    against = backend.refuses(call)
+    return backend.varies(call) if is_invariant and against is None else against
 
 
 def warn_of_dtypes(name: str, call: Call) -> None:

@@ -531,6 +531,7 @@ class GivenPlan:
     is_given = True
     reads_data_as_fast = False
     window: Window | None = None
+    unfitted_window: Window | None = None
     intervals: Intervals | None = None
     is_by_library = False
     what = "a given block mask"
