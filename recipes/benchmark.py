@@ -17,6 +17,7 @@ WHAT = {
     "documents": "packed documents, against varlen kernels and compiled flex",
     "choice": "all backends, for the table of times by which the fastest is chosen",
     "intervals": "interval masks of cuDNN, against the backends here",
+    "invariant": "the same bits in any batch and packing, against calls that do not promise them",
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
