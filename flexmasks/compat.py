@@ -194,6 +194,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "FailOnRecompileLimitHit": ("torch._dynamo.exc:FailOnRecompileLimitHit", _Never),
     "InductorError": ("torch._inductor.exc:InductorError", _Never),
     "TorchDynamoException": ("torch._dynamo.exc:TorchDynamoException", _Never),
+    # The base of errors that torch.compile passes on to the user as they are, and without its own lines.
+    "ShortenTraceback": ("torch._dynamo.exc:ShortenTraceback", AssertionError),
     # Frees what torch compiled for a code object; without it, compiled code accumulates.
     "forget_code": ("torch._dynamo.eval_frame:remove_from_cache", lambda code: None),
     # Settings, documented in private modules: whether torch.compile is switched off for the process, how many graphs
@@ -499,6 +501,34 @@ def can_trace_transforms() -> bool:
     """
     traced_code = named("traced_code")
     return traced_code is not None and traced_code().output.current_tracer.parent is None
+
+
+def passed_on(
+    kind: type[Exception], message: str, package: str, users: Callable[[Any], types.TracebackType | None]
+) -> Exception | None:
+    """Return an error that torch.compile, while it traces, passes on to the user as it is, with the lines of code that
+    is not the package's. None if such code may catch the error.
+
+    users: gives the part of a traceback that the user sees.
+    """
+    tracers: list[Any] = []
+    tracer: Any = named("traced_code")().output.current_tx
+    while tracer is not None:
+        tracers.append(tracer)
+        tracer = tracer.parent
+    others = [t for t in reversed(tracers) if t.f_globals["__name__"].partition(".")[0] != package]
+    if any(t.current_instruction.exn_tab_entry is not None for t in others):
+        return None
+    base = named("ShortenTraceback")
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__reduce__": lambda self: (kind, self.args),  # pickled, it is the plain error
+        "remove_dynamo_frames": lambda self: self.with_traceback(users(self.__traceback__)),
+        "real_stack": [t.frame_summary() for t in others],
+    }
+    error: Exception = type(kind.__name__, (kind, base), members)(message)
+    base.__init__(error, message, **({} if base is AssertionError else {"first_useful_frame": None}))
+    return error
 
 
 def compilation() -> Any:

@@ -1,5 +1,5 @@
 """Why a kernel cannot run a call, and what errors say: whether memory ran out, a file was damaged, or a kernel has a
-known fault; which line of the user's code raised them; and why something cannot be pickled.
+known fault; which line of the user's code raised them; how they leave torch.compile; why something cannot be pickled.
 
 A process pickles what it sends through a queue, as a worker of a DataLoader does, in a thread of the queue. Python only
 prints an error of that thread, and the receiving process waits forever. There an object that cannot be pickled is
@@ -132,6 +132,23 @@ def users_line(trace: TracebackType | None, function: Any) -> str:
 
 def _is_theirs(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _NOT_THE_USERS
+
+
+def raise_to_user(is_of_type: bool, message: str) -> None:
+    """Raise a TypeError or a ValueError out of torch.compile, which traces this, unless the user's code may catch it.
+
+    Of an error that traced code raises torch makes one of its own, or it traces the library's functions one by one, and
+    fails at the first that it cannot trace alone.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _raise_to_user(is_of_type, message)
+
+
+@compat.constant_in_graphs
+def _raise_to_user(is_of_type: bool, message: str) -> None:
+    error = compat.passed_on(TypeError if is_of_type else ValueError, message, __package__, users_frames)
+    if error is not None:
+        raise error
 
 
 _THREAD_OF_QUEUES = "QueueFeederThread"  # name of the thread of multiprocessing.Queue that pickles

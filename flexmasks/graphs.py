@@ -82,9 +82,15 @@ def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
         return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
     except (ValueError, TypeError) as error:
         is_looked_at = any(isinstance(x, compat.FakeTensor) for x in leaves) and not compat.in_tracing_mode()
-        if not (is_looked_at and str(error).startswith("flexmasks")):
-            raise
-        return _noted(error)
+        # The user's code has caught an error with which a graph runs.
+        if is_for_user(error) and (is_looked_at or str(error) in _MESSAGES):
+            return _noted(error)
+        raise
+
+
+def is_for_user(error: Exception) -> bool:
+    """Return whether a function of `in_graph` raises an error to the user as it is."""
+    return isinstance(error, (ValueError, TypeError)) and str(error).startswith("flexmasks")
 
 
 def _plain(value: Any) -> Any:

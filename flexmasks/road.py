@@ -28,7 +28,7 @@ from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.context import Context, invariant, is_invariant
-from flexmasks.errors import passing_error
+from flexmasks.errors import passing_error, raise_to_user
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
 from flexmasks.plans.alignment import aligned
@@ -63,7 +63,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         with invariant():
             return attend(q, k, v, request)
     if compat.is_compiling():
-        return _attend_in_graph(q, k, v, request)
+        try:
+            return _attend_in_graph(q, k, v, request)
+        except (ValueError, TypeError) as error:
+            raise_to_user(isinstance(error, TypeError), str(error))
+            raise
     context = Context.now(q.device if isinstance(q, Tensor) else _CPU)
     if context.in_mode and checkpointing.in_selective_checkpointing():
         with checkpointing.unseen_by_checkpointing():  # why: see `unseen`

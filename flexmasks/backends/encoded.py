@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import Plans
+from flexmasks.graphs import is_for_user
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -120,9 +121,10 @@ def _key_of(value: Any, values: list[Any]) -> Hashable | None:
 
 @contextlib.contextmanager
 def errors_logged() -> Iterator[None]:
-    """Log errors, which torch would replace by its own."""
+    """Log errors that torch would replace by its own."""
     try:
         yield
     except Exception as error:
-        _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
+        if not is_for_user(error):
+            _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
         raise

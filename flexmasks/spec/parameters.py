@@ -497,7 +497,8 @@ def describe(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:
             return f"a nested tensor of {dtype}, {value.layout}, {value.dim()} dimensions"
-        return f"{dtype}{list(value.shape)}{'' if value.layout == torch.strided else f' of {value.layout}'}"
+        sizes = ", ".join([f"{n}" for n in value.shape])  # which torch.compile knows how to write, unlike a list
+        return f"{dtype}[{sizes}]{'' if value.layout == torch.strided else f' of {value.layout}'}"
     shape = _shape(value)
     if math.prod(shape) <= _SHOWN_ELEMENTS:
         return repr(value)
