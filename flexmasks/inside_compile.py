@@ -197,7 +197,7 @@ def _attend(
         kernel = BACKENDS[name].kernel(replace(call, mask=plans.mask, score=plans.score))
         out, lse, _, has_sinks = Ready(kernel, kernel.forms(plans))(q, k, v, sinks)
         if sinks is not None and not has_sinks:
-            out, lse = with_sinks(out, cast(Tensor, lse), sinks, return_lse=True)
+            out, lse = with_sinks(out, cast(Tensor, lse), sinks, True, by_operator=must_be_invariant)
     return (out, cast(Tensor, lse)) if call.with_lse else (out,)
 
 

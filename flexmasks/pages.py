@@ -322,7 +322,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     lse = torch.cat(lses, 1).index_select(1, mixed.places)
     if request.sink_logits is None:
         return out, lse
-    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
+    given = request.sink_logits, request.return_lse, is_invariant()
+    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, *given)
     return out.transpose(0, 1), lse_with_sinks
 
 

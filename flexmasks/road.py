@@ -532,7 +532,8 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
         return result.out, result.lse
     if result.has_sinks:
         return result.out, result.lse if request.return_lse else None
-    return with_sinks(result.out, cast(Tensor, result.lse), request.sink_logits, request.return_lse)
+    given = cast(Tensor, result.lse), request.sink_logits, request.return_lse
+    return with_sinks(result.out, *given, by_operator=is_invariant())
 
 
 # --- explanations ---

@@ -1,5 +1,5 @@
 """The operators torch.ops.flexmasks.attend and torch.ops.flexmasks.short, with their backward operators and their
-gradients, and torch.ops.flexmasks.bits.
+gradients, torch.ops.flexmasks.bits and torch.ops.flexmasks.fold_sinks.
 
 They are registered when flexmasks is imported, so that a saved graph finds them. What they compute is imported at their
 first run: for attend and bits see `flexmasks.backends.tiles_operator`; short runs the kernels of short sequences on a
@@ -179,3 +179,43 @@ def _gradients_of_short(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor 
 
 
 _short.register_autograd(_gradients_of_short, setup_context=_save_short)
+
+
+@torch.library.custom_op("flexmasks::fold_sinks", mutates_args=())
+def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    from flexmasks.kernels.sinks import folded
+
+    return folded(out, lse, sinks)
+
+
+@torch.library.custom_op("flexmasks::fold_sinks_backward", mutates_args=())
+def _fold_sinks_backward(
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexmasks.kernels.sinks import gradients
+
+    d_old_out, d_old_lse, d_sinks = gradients(d_out, d_lse, out, lse, sinks)
+    return d_old_out, d_old_lse, d_sinks
+
+
+@_fold_sinks.register_fake
+def _(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+@_fold_sinks_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_old_out, d_old_lse, d_sinks = map(torch.empty_like, given)
+    return d_old_out, d_old_lse, d_sinks
+
+
+def _save_for_sinks(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_sinks(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
+    gradients: tuple[Tensor, ...] = _fold_sinks_backward(d_out, d_lse, *ctx.saved_tensors)
+    return gradients
+
+
+_fold_sinks.register_autograd(_gradients_of_sinks, setup_context=_save_for_sinks)

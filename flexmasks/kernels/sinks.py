@@ -33,14 +33,20 @@ _LOWEST, _LOWEST_SINK = -1e30, -1e29
 _failures: list[str] = []  # why Triton failed; then plain torch computes all
 
 
-def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def with_sinks(
+    out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool, by_operator: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`; return the output and, with return_lse, the new
     lse.
 
     out, lse: [B, H, Q, D] and [B, H, Q], or both without B. If nothing needs a gradient, both may be changed.
     sink_logits: floats [H].
+    by_operator: into which no compiler looks, so that a graph has the bits that other calls have.
     """
     tensors = out, lse, sink_logits
+    if by_operator:
+        out, lse = torch.ops.flexmasks.fold_sinks(*tensors)
+        return out, lse if return_lse else None
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     are_plain = is_plain(*tensors)
     if are_plain and _fits(*tensors):
@@ -50,6 +56,19 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
         if result is not None:
             return result
     return _plain(*tensors, return_lse, may_change=not learns and are_plain)
+
+
+def folded(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The new output and lse, for the operator."""
+    found = _launched("fold", out, lse, sinks, True, False) if _fits(out, lse, sinks) else None
+    return _plain(out, lse, sinks, True) if found is None else found  # type: ignore[return-value]
+
+
+def gradients(d_new_out: Tensor, d_new_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of out, lse and sinks, for the operator."""
+    given = d_new_out, d_new_lse, out, lse, sinks
+    found = _launched("gradients", *given, (True, True, True)) if _fits(out, lse, sinks) else None
+    return _plain_gradients(*given) if found is None else found  # type: ignore[return-value]
 
 
 # --- the Triton kernels ---

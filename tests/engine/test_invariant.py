@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch import Tensor
 import flexmasks
 from flexmasks import compat, context, get_mask
 from flexmasks.backends import fa4, fa4_package, table
+from flexmasks.kernels.sinks import with_sinks
 
 
 class Sequences(NamedTuple):
@@ -317,6 +319,25 @@ def test_sinks_are_folded_in_by_one_way(told: list[dict[str, Any]]) -> None:
     with flexmasks.invariant():
         flexmasks.attention(q, k, v, mask="causal", sink_logits=torch.zeros(2, dtype=torch.float64))
     assert "learnable_sink" not in told[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sinks_by_the_operator(device: str) -> None:
+    """It computes what others do, and torch finds nothing wrong with it."""
+    out, lse, sinks = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 40), torch.tensor([0.3, -math.inf, 2.0])
+    lse[0, 0, 5] = -math.inf
+    out[0, 0, 5] = 0
+    leaves = [x.to(device).requires_grad_() for x in (out, lse, sinks)]
+    weights = [torch.randn_like(x) for x in leaves[:2]]
+    got, want = (with_sinks(*leaves, True, by_operator=one) for one in (True, False))
+    both = zip(
+        (*got, *torch.autograd.grad(got, leaves, weights)),
+        (*want, *torch.autograd.grad(want, leaves, weights)),
+        strict=True,
+    )
+    for x, y in both:
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(torch.ops.flexmasks.fold_sinks, [x.detach().requires_grad_() for x in leaves])
 
 
 def test_what_cannot_refuses_in_words(told: list[dict[str, Any]]) -> None:
