@@ -52,8 +52,7 @@ class Decoding(NamedTuple):
     heads: int
     kv_heads: int
     size: int
-
-    what = "decoding"
+    what: str = "decoding"
 
     @property
     def shape(self) -> str:

@@ -1378,6 +1378,7 @@ def _differentiate_plainly(
     cap: Any,
     sinks: Tensor | None,
     _counts: None,
+    _in_order: bool,
 ) -> tuple[Tensor, ...]:
     def outputs(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
         out, lse = _attend_plainly(q, k, v, arguments, cap, *sinks)
