@@ -97,7 +97,7 @@ class Context(NamedTuple):
                 cuda.math_sdp_enabled(), torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            is_invariant(),
+            _is_invariant or compat.batch_invariant(),
         )  # fmt: skip
 
     @property

@@ -59,7 +59,8 @@ _CPU = torch.device("cpu")
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
-    if _wants_invariance(request):
+    held = request.mask if isinstance(request.mask, HeldPlan) else None
+    if held is not None and held.is_invariant and not is_invariant():
         with invariant():
             return attend(q, k, v, request)
     if compat.is_compiling():
@@ -87,7 +88,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     if not are_plain and any_nested(q, k, v):
         return as_nested(q, *attend(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
     q, k, v = as_kernels_read(q, k, v)
-    held = request.mask if isinstance(request.mask, HeldPlan) else None
     has_more = request.score is not None or request.params or request.q_offset is not None
     if held is not None and held.owns_tensors and not (has_more or context.has_transforms):
         results = _attend_by_plan(q, k, v, held, request, context)
@@ -97,11 +97,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
     # Whoever makes the call again for a backward pass compares what it read.
     return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
-
-
-def _wants_invariance(request: Request) -> bool:
-    """Return whether a call's plan makes it one inside of `invariant`."""
-    return isinstance(request.mask, HeldPlan) and request.mask.is_invariant and not is_invariant()
 
 
 def unseen(is_traced: bool) -> contextlib.AbstractContextManager[None]:
@@ -541,7 +536,7 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
-    if _wants_invariance(request):
+    if isinstance(request.mask, HeldPlan) and request.mask.is_invariant and not is_invariant():
         with invariant():
             return explain(q, k, v, request)
     request = without_plan(q, k, request)
