@@ -166,8 +166,9 @@ def attention(
             more for it. Not for jagged inputs and DTensors, and inside torch.compile `flexmasks.flex` has it.
         backend: "auto" to choose a backend, or the name of one: "fa4" (FlashAttention 4), "decode" (few queries),
             "sdpa", "flex" (torch's compiled flex_attention), "flex_flash" (the same by FlashAttention 4: "flex" with
-            torch's kernel_options={"BACKEND": "FLASH"}), "short" (the whole mask as a tensor) or "reference". A named
-            backend that cannot run the call raises an error.
+            torch's kernel_options={"BACKEND": "FLASH"}), "cudnn" (NVIDIA's kernels for up to four intervals of keys for
+            each query), "short" (the whole mask as a tensor) or "reference". A named backend that cannot run the call
+            raises an error.
         kernel_options: passed on to torch's flex_attention. BACKEND is "AUTO", "TRITON", "FLASH" or "TRITON_DECODE".
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of

@@ -34,6 +34,23 @@ _UPDATES = ("tests/engine/test_plan_updates.py",)
 _PLACED = ("tests/calls/test_inside_compile.py::test_scores_see_where_queries_start",)
 
 FAULTS: list[Fault] = [
+    # --- intervals of keys that each query sees ---
+    Fault("ranges/intervals.py", "starts.shape[-1] > MOST:", "starts.shape[-1] > MOST + 99:"),
+    Fault(
+        "ranges/intervals.py",
+        "known = (low == high).all(-1, keepdim=True) & (wanted == upper)",
+        "known = wanted == upper",
+    ),
+    Fault(
+        "ranges/intervals.py", "are_two | (last - start == stop - first)", "are_two | (last - start >= stop - first)"
+    ),
+    Fault("ranges/intervals.py", "(a.known & b.known) | _is_empty(a)", "(a.known & b.known) | a.known"),
+    Fault(
+        "backends/cudnn.py",
+        "ctx.in_order = plan, scale, torch.are_deterministic_algorithms_enabled()",
+        "ctx.in_order = plan, scale, False",
+    ),
+    Fault("backends/cudnn.py", "lse.masked_fill(form.hidden, -torch.inf)", "lse"),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),
     Fault("ranges/arithmetic.py", "torch.maximum(x.hi, -x.lo)\n    if", "torch.maximum(x.hi, x.lo)\n    if"),

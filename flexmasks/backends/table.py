@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmasks.backends import decode, fa4, fa4_package, flex, flex_flash, reference, sdpa, short, times, waiting
+from flexmasks.backends import cudnn, decode, fa4, fa4_package, flex, flex_flash, reference, sdpa, short, times, waiting
 from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, first_line
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import Unfit, passing_error
@@ -33,6 +33,9 @@ _FA4_RECOMPILES_ON = (
 
 def _varies(call: Call) -> str | None:
     return "what it computes of a sequence depends on what else is in the call"
+
+
+_CUDNN_RECOMPILES_ON = "another dtype, size or memory layout of q, k and v; gradients or lse wanted or not"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ BACKENDS = {
             "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, _FLEX_RECOMPILES_ON, reads_any_dtype=True,
             can_be_traced=True,
         ),
+        Backend("cudnn", cudnn.refuses, cudnn.kernel, recompiles_on=_CUDNN_RECOMPILES_ON, lacks=cudnn.why_unusable),
         Backend("short", short.refuses, short.kernel, can_be_traced=True),
         Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True),
     )

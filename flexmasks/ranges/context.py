@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class Evaluation:
     device: the device that the function sees its indices on.
     compute_device: the device of the ranges' tensors.
     max_width: limit on the elements of one tensor that the function sees; a larger tensor raises TooWide.
+    pairs: rules of operations on a number of the query and one of the key, see `ranges.intervals`; None if those of all
+        ranges hold for them, too.
     reads_values: whether the host may read values of tensors. If not, the rules run operations whose shapes depend on
         shapes only, which can be traced, compiled and captured in a CUDA graph; some ranges are then wider.
     bounds: of captured tensors, which several evaluations may share.
@@ -59,7 +62,9 @@ class Evaluation:
         max_width: float = INF,
         reads_values: bool = True,
         bounds: KnownBounds | None = None,
+        pairs: Callable[[str, tuple[Any, ...]], Any] | None = None,
     ) -> None:
+        self.pairs = pairs
         self.device, self.compute_device, self._max_width = device, compute_device, max_width
         self.reads_values = reads_values
         self.not_understood: list[str] = []  # names of operations without a rule

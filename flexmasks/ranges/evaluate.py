@@ -73,19 +73,20 @@ def evaluate(
     max_width: float = INF,
     reads_values: bool = True,
     bounds: KnownBounds | None = None,
+    pairs: Callable[[str, tuple[Any, ...]], Range | None] | None = None,
 ) -> Evaluated:
     """Call a mask's function on ranges.
 
     device: the device on which the function sees its indices, by default that of the ranges. Where the ranges are on
         the CPU and `device` is a GPU, tensors that the function captured are copied to the CPU.
     max_width: limit on the elements of one tensor that the function sees.
-    reads_values, bounds: see `context.Evaluation`.
+    reads_values, bounds, pairs: see `context.Evaluation`.
 
     Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where the
     function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
-    evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds)
+    evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds, pairs)
     token = current_evaluation.set(evaluation)
     try:
         try:

@@ -299,6 +299,11 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with compat.without_torch_function():  # so the mode of `evaluate` skips the rules' own operations
+        evaluation = current_evaluation.get()
+        if evaluation is not None and evaluation.pairs is not None:
+            of_pair = evaluation.pairs(name, (*args, *kwargs.values()))
+            if of_pair is not None:
+                return of_pair
         function = _RULES.get(name)
         if function is not None:
             try:
@@ -312,7 +317,6 @@ def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
                 if isinstance(result, Range) and compat.is_compiling() and not compat.is_exporting():
                     _store(name, result)
                 return result
-        evaluation = current_evaluation.get()
         if evaluation is not None:
             plain_name = _plain_name(name)
             if plain_name not in evaluation.not_understood:

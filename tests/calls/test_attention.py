@@ -1170,7 +1170,7 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 16)
     text = str(flexmasks.explain(q, k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: flex")
-    assert "not here: fa4, flex_flash (it runs on CUDA only)" in text
+    assert "not here: fa4, flex_flash, cudnn (it runs on CUDA only)" in text
     assert "empty 81, partial 19, full 0" in text
     text = str(flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: short")

@@ -119,13 +119,13 @@ def test_explain_says_in_one_line_what_is_not_here(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     q, k, v = torch.randn(3, 2, 4, 300, 64)
     explanation = flexmasks.explain(q, k, v, mask="causal")
-    assert explanation.not_here == ("fa4", "flex_flash")
+    assert explanation.not_here == ("fa4", "flex_flash", "cudnn")
     lines = str(explanation).splitlines()
-    assert lines.count("  not here: fa4, flex_flash (it runs on CUDA only)") == 1
+    assert lines.count("  not here: fa4, flex_flash, cudnn (it runs on CUDA only)") == 1
     others = {line.split(":")[0].removeprefix("  not ") for line in lines if line.startswith("  not ")}
     assert others == {"here", "decode", "flex", "short", "reference"}
     missing = replace(explanation, others={**explanation.others, "fa4": "it is not installed"})
-    assert "not here: fa4 (it is not installed); flex_flash (it runs on CUDA only)" in str(missing)
+    assert "not here: fa4 (it is not installed); flex_flash, cudnn (it runs on CUDA only)" in str(missing)
     assert missing._repr_html_().count("not here") == 1
     assert is_not_here(fa4_package.why_unusable() or "it runs on CUDA and on CPUs only")
     assert not any(map(is_not_here, ("it gives no lse", "it does not run inside transforms of torch.func")))
