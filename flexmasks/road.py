@@ -63,6 +63,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     if held is not None and held.is_invariant and not is_invariant():
         with invariant():
             return attend(q, k, v, request)
+    if request.block_mask is not None and is_invariant():
+        request = _by_its_mask(q, k, request)
     if compat.is_compiling():
         try:
             return _attend_in_graph(q, k, v, request)
@@ -97,6 +99,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
     # Whoever makes the call again for a backward pass compares what it read.
     return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
+
+
+def _by_its_mask(q: Tensor, k: Tensor, request: Request) -> Request:
+    """Return a request with the mask of a block mask that knows it, so that the same kernel runs for both."""
+    from flexmasks.plans.portable import PortableBlockMask  # loads flex_attention, which made the block mask
+
+    blocks = request.block_mask
+    if not isinstance(blocks, PortableBlockMask) or request.mask is not None or request.q_offset is not None:
+        return request
+    if tuple(blocks.seq_lengths) != (*q.shape[2:3], *k.shape[2:3]):  # which is an error
+        return request
+    return request._replace(block_mask=None, mask=blocks.source.mask, q_offset=blocks.source.q_offset)
 
 
 def unseen(is_traced: bool) -> contextlib.AbstractContextManager[None]:
@@ -539,6 +553,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     if isinstance(request.mask, HeldPlan) and request.mask.is_invariant and not is_invariant():
         with invariant():
             return explain(q, k, v, request)
+    if request.block_mask is not None and is_invariant():
+        request = _by_its_mask(q, k, request)
     request = without_plan(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)

@@ -18,6 +18,7 @@ import torch
 from helpers import DEVICES, error
 from oracles import attend
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import compat, context, get_mask
@@ -120,6 +121,12 @@ def _by_plan(made: Sequences, kind: Kind) -> list[Results]:
     return _cut(made, _attended(made, lambda *qkv: _call(*qkv, kind, made, mask=plan)))
 
 
+def _by_blocks(made: Sequences, kind: Kind) -> list[Results]:
+    mask = kind.mask & get_mask("document", document_ids=made.ids())
+    blocks = flexmasks.block_mask(mask, len(made.q), batch=1, heads=made.q.shape[1])
+    return _cut(made, _attended(made, lambda *qkv: _call(*qkv, kind, made, block_mask=blocks)))
+
+
 def _varlen(made: Sequences, kind: Kind) -> list[Results]:
     leaves = [x.detach().requires_grad_() for x in made.tensors[:3]]
     given = {"mask": kind.mask, **kind.given(made)}
@@ -161,7 +168,8 @@ def _compiled(made: Sequences, kind: Kind) -> list[Results]:
 
 
 WAYS = {
-    "ids": _by_ids, "offsets": _by_offsets, "plan": _by_plan, "varlen": _varlen, "rows": _rows, "compiled": _compiled,
+    "ids": _by_ids, "offsets": _by_offsets, "plan": _by_plan, "blocks": _by_blocks, "varlen": _varlen, "rows": _rows,
+    "compiled": _compiled,
 }  # fmt: skip
 _SHAPES = [  # query heads, heads of keys, head size
     (4, 4, 64), (8, 2, 64), (4, 2, 96), (8, 2, 128), (2, 2, 256),
@@ -276,6 +284,10 @@ def _qkv(q_len: int, kv_len: int, learns: bool = False) -> list[Tensor]:
     return [torch.randn(1, 2, n, 8, dtype=torch.float64, requires_grad=learns) for n in (q_len, kv_len, kv_len)]
 
 
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
 def _shown(q_len: int, kv_len: int, q_offset: int, window: int | None) -> Tensor:
     distance = torch.arange(q_len)[:, None] + q_offset - torch.arange(kv_len)
     return (distance >= 0) & (distance <= (kv_len if window is None else window))
@@ -364,6 +376,20 @@ def test_explain_says_how(told: list[dict[str, Any]], monkeypatch: pytest.Monkey
     plan = flexmasks.plan("causal", 150, invariant=True)
     with pytest.raises(ValueError, match="fa4: it was not shown"):
         plan.explain(q, k, v)
+
+
+def test_block_masks_stand_for_their_mask(told: list[dict[str, Any]]) -> None:
+    """Where they know it."""
+    q, k, v = _qkv(150, 150)
+    blocks = flexmasks.block_mask("causal", 150, batch=1, heads=2)
+    with flexmasks.invariant():
+        flexmasks.attention(q, k, v, block_mask=blocks)
+        assert told[-1]["causal"]
+        assert flexmasks.explain(q, k, v, block_mask=blocks).backend == "fa4"
+        with pytest.raises(ValueError, match="no backend can run"):
+            flexmasks.attention(q, k, v, block_mask=create_block_mask(_causal, None, None, 150, 150, device="cpu"))
+        with pytest.raises(ValueError, match="150"):
+            flexmasks.attention(*_qkv(160, 160), block_mask=blocks)
 
 
 def test_plans_carry_it(told: list[dict[str, Any]]) -> None:
