@@ -571,7 +571,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         chosen = able[0] if is_auto else BACKENDS[request.backend_name]
         why = "was asked for" if not is_auto else "comes first" if call.context.is_invariant else "is faster here"
         able_too = f"it can run the call, but {chosen.name} {why}"
-        others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
+        others = {
+            b.name: reasons.get(b.name) or b.unfit(call) or able_too for b in BACKENDS.values() if b is not chosen
+        }
         compiles, blocks = kernel.compiles(forms, q, k, v), kernel.blocks(plans)
         mask = plans.mask.resized(blocks.block_mask.BLOCK_SIZE) or plans.mask
         plan = kernel.instead_of_blocks(forms) or mask.explained()

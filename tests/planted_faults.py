@@ -50,6 +50,7 @@ FAULTS: list[Fault] = [
         "ctx.in_order = plan, scale, torch.are_deterministic_algorithms_enabled()",
         "ctx.in_order = plan, scale, False",
     ),
+    Fault("backends/cudnn.py", " and computed.uneven <= _MOST_UNEVEN", ""),
     Fault("backends/cudnn.py", "lse.masked_fill(form.hidden, -torch.inf)", "lse"),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),

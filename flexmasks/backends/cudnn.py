@@ -25,13 +25,14 @@ from flexmasks.backends.call import (
     proven,
     raise_passing_error,
 )
-from flexmasks.cache import PLANS, Part
+from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
 from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import on
 from flexmasks.plans.bounds import SizedMask
-from flexmasks.plans.sizes import capability, shifted_mask
+from flexmasks.plans.mask_plan import Computed
+from flexmasks.plans.sizes import BLOCK_SIZE, capability, shifted_mask
 from flexmasks.plans.windows import Look
 from flexmasks.ranges import GiveUp
 from flexmasks.ranges.intervals import MOST, intervals_of
@@ -66,6 +67,56 @@ def refuses(call: Call) -> str | None:
     if 256 in sizes and call.needs_grad and call.with_lse and capability(call.q.device)[0] == 10:
         return "on compute capability 10 it has no gradient of the lse with heads of 256"
     return None
+
+
+# Where it is at least 1.04 times as fast as the others, all in, mostly 1.2 to 1.9 times (H200, results/cudnn.md): these
+# lengths, sizes and heads were measured. Masks of little more than the edges of documents are many partial blocks,
+# which read tensors for each pair elsewhere, and cuDNN's are bits; but only long rows take a GPU longer than the host.
+# Where FLASH is not there or does not add in order, it is faster in long full rows, too. In order, tiles of queries
+# wait for each other: where a few keys are seen by far more queries than others are, it takes up to 13 times as long.
+_MIN_LENGTH, _SIZES = 8192, (64, 128)
+_CUT, _MIN_ROWS_IF_CUT = 0.3, 4096  # the share of partial blocks, and blocks of 128 queries of all heads
+_WHOLE, _MIN_ROWS_IF_WHOLE = 0.1, 2048
+_MOST_UNEVEN = 4.0
+
+
+def is_fastest(call: Call, has_flash: bool) -> bool:
+    """Return whether "auto" takes the backend for a call that none for bands takes.
+
+    has_flash: whether "flex_flash" may run the call.
+    """
+    batch, heads, length, size = call.q.shape
+    is_known = _SIZES[0] <= size <= _SIZES[1] and size == call.v.shape[3] and heads == call.k.shape[1]
+    is_long = min(length, call.k.shape[2]) >= _MIN_LENGTH
+    if not (is_known and is_long and call.needs_grad and capability(call.q.device) == _CAPABILITIES[0]):
+        return False
+    computed = call.mask.computed(batch * heads)
+    return is_for(computed, batch * heads * length / BLOCK_SIZE[0], has_flash) and not unfit(call)
+
+
+def is_for(computed: Computed, rows: float, has_flash: bool) -> bool:
+    """Return whether a mask of these blocks is one for the backend. rows: blocks of 128 queries of all heads."""
+    share = computed.partial / max(1e-9, computed.full + computed.partial)
+    is_cut = computed.reads_tensors and share >= _CUT and rows >= _MIN_ROWS_IF_CUT
+    is_whole = not has_flash and share <= _WHOLE and rows >= _MIN_ROWS_IF_WHOLE
+    return (is_cut or is_whole) and computed.uneven <= _MOST_UNEVEN
+
+
+def unfit(call: Call) -> str:
+    """Return why a mask is not one of a few intervals, or "". The first of a kind decides, for which the host waits."""
+    mask: Any = call.mask
+    key = mask.kernel_key, mask.size.q_len.bit_length(), mask.size.kv_len.bit_length()
+    known = _UNFIT.get(key)
+    if known is None:
+        if is_capturing(mask.size.device):
+            return "nobody may look at the mask while a CUDA graph captures the call"
+        try:
+            _judge(mask.made(_INTERVALS, KeyIntervals, key_intervals_of).counts.tolist())
+            known = ""
+        except Unfit as reason:
+            known = str(reason)
+        _UNFIT.put(key, (), known, FACT)
+    return known
 
 
 def refuses_machine(call: Call) -> str | None:
@@ -171,6 +222,7 @@ class KeyIntervals(NamedTuple):
 
 
 _INTERVALS: Part[KeyIntervals] = Part(PLANS, "key_intervals")
+_UNFIT: Part[str] = Part(KINDS, "masks_of_no_intervals")
 
 
 class MaskPlan(NamedTuple):

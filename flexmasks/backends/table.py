@@ -52,6 +52,7 @@ class Backend:
     can_be_traced: bool = False  # torch.compile may trace a call, see `flexmasks.inside_compile`
     # Why the results of a sequence may depend on what else is in the call, or None, see `flexmasks.invariant`.
     varies: Callable[[Call], str | None] = _varies
+    unfit: Callable[[Call], str] = lambda call: ""  # why a look at the mask, which takes time, speaks against it, or ""
     lacks: Callable[[], str] = lambda: ""  # what this machine lacks for any call, in the words of `refuses`, or ""
 
 
@@ -72,7 +73,10 @@ BACKENDS = {
             "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, _FLEX_RECOMPILES_ON, reads_any_dtype=True,
             can_be_traced=True,
         ),
-        Backend("cudnn", cudnn.refuses, cudnn.kernel, recompiles_on=_CUDNN_RECOMPILES_ON, lacks=cudnn.why_unusable),
+        Backend(
+            "cudnn", cudnn.refuses, cudnn.kernel, recompiles_on=_CUDNN_RECOMPILES_ON, unfit=cudnn.unfit,
+            lacks=cudnn.why_unusable,
+        ),
         Backend("short", short.refuses, short.kernel, can_be_traced=True),
         Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True),
     )
@@ -119,7 +123,8 @@ def _fastest_first(call: Call) -> list[Backend]:
     if is_decoding or _is_for_short(call):
         first = ["sdpa", "decode" if is_decoding else "short"]
     else:
-        first = times.fastest(call, [name for name in times.MEASURED if _may_be_able(name, call)])
+        able = [name for name in times.MEASURED if _may_be_able(name, call)]
+        first = ["cudnn"] * _is_for_cudnn(call, able) + times.fastest(call, able)
     return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
 
 
@@ -127,6 +132,13 @@ def _may_be_able(name: str, call: Call) -> bool:
     """Return whether a backend may be able to run a call. Whether FLASH is takes a look at functions, at its turn."""
     reason = fa4_package.refuses_package(call) if name == "flex_flash" else why_not(name, call)
     return reason is None
+
+
+def _is_for_cudnn(call: Call, able: list[str]) -> bool:
+    """Return whether "cudnn" is best for a call on a GPU that others may be able to run."""
+    if {"fa4", "sdpa", "short"} & {*able} or why_not("cudnn", call) is not None:
+        return False
+    return cudnn.is_fastest(call, "flex_flash" in able and not call.context.must_be_deterministic)
 
 
 def _is_for_short(call: Call) -> bool:

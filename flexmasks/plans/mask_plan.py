@@ -79,6 +79,7 @@ class Computed(NamedTuple):
     partial: float
     reads_tensors: bool = False  # whether the mask's function reads tensors for each pair of a partial block
     sequences: float = 0  # that kernels of sequences are told of, for 128 queries, empty ones included
+    uneven: float = 1  # how many times as many blocks of queries as on average see a block of keys, at most
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class _PreparedMask(Prepared):
         partial, full = self.layout.indices[0], self.layout.indices[2]
         height, width = self.layout.block_size
         rows = partial.numel() * height / BLOCK_SIZE[0]
-        counts = torch.stack([full.sum(), partial.sum()]).tolist()
-        return Computed(*(n * height * width / math.prod(BLOCK_SIZE) / rows for n in counts))
+        seen = self.layout.indices[4] + self.layout.indices[6]  # for each block of keys
+        *counts, most = torch.stack([full.sum(), partial.sum(), seen.max()]).tolist()
+        of_full, of_partial = (n * height * width / math.prod(BLOCK_SIZE) / rows for n in counts)
+        return Computed(of_full, of_partial, uneven=most * seen.numel() / max(1, sum(counts)))
 
 
 class MaskPlan(ModifierPlan):

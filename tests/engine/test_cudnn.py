@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,18 @@ import cudnn_double
 import pytest
 import torch
 from functions import Drawn, compiled, drawn, structured
-from helpers import arguments, error, label, spread, try_examples
+from helpers import RECIPES, arguments, error, label, spread, try_examples
 from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks.backends import cudnn
+from benchmarks import intervals
+from flexmasks.backends import cudnn, table
 from flexmasks.backends.call import Unavailable
 from flexmasks.plans import plan
+from flexmasks.plans.mask_plan import Computed, MaskPlan
+from flexmasks.spec.parameters import Size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,6 +192,15 @@ def test_sinks_and_second_derivatives() -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.usefixtures("double")
+def test_explain_looks_at_the_mask() -> None:
+    leaves = tensors(SimpleNamespace(batch=1, heads=2, q_len=20, kv_len=20))
+    given = {"backend": "reference"}
+    assert "`mod` of a query and a key" in flexmasks.explain(*leaves, mask="strided", stride=4, **given).others["cudnn"]
+    able = flexmasks.explain(*leaves, mask="prefix_lm", prefix_len=3, **given).others["cudnn"]
+    assert able == "it can run the call, but reference was asked for"
+
+
 _SEEN = torch.ones(20, 20, dtype=torch.bool)
 
 
@@ -262,6 +275,99 @@ def test_which_package_is_there(
 
 def test_bytes_of_forms_are_counted() -> None:
     assert cudnn.KeyIntervals(torch.empty(3, dtype=torch.int32), torch.empty(2), torch.empty(5)).nbytes == 40
+
+
+# --- what "auto" takes ---
+
+
+def test_auto_takes_it_where_it_was_measured_as_faster() -> None:
+    """At least 1.04 times as fast wherever it is taken, and taken in all but one of the cases with 1.2 times."""
+    results = json.loads((RECIPES / "results/cudnn_gpu.json").read_text(encoding="utf-8"))
+    missed, taken = [], 0
+    for case in intervals._CASES:
+        mask = intervals.mask_of(case, torch.Generator().manual_seed(0))()
+        size = Size(case.batch, case.heads, case.length, case.length, torch.device("cpu"))
+        computed = MaskPlan(mask, size, block_size=(128, 128), allows_bounds=True).computed(case.batch * case.heads)
+        ways = intervals._cases(results)[case.mask, case.describe()]
+        for in_order in (False, True):
+            ours, theirs = intervals._pair(ways, intervals._decides(ways), in_order)
+            assert ours is not None
+            assert theirs is not None
+            if cudnn.is_for(computed, case.batch * case.heads * case.length / 128, has_flash=not in_order):
+                assert ours / theirs >= 1.04, case
+                taken += 1
+            elif ours / theirs >= intervals.BAR:
+                missed.append((case.mask, case.length, case.size, in_order))
+    assert taken == 24
+    assert missed == [("bidirectional_spans & document", 8192, 128, False)]
+
+
+def test_a_few_keys_that_many_queries_see_are_left_to_others() -> None:
+    """In order, tiles of queries would wait for each other at these keys."""
+    assert cudnn.is_for(Computed(60, 2, uneven=4), 4096, has_flash=False)
+    assert not cudnn.is_for(Computed(60, 2, uneven=4.1), 4096, has_flash=False)
+    seen_by_all = flexmasks.masks.sink_window(sinks=64, window=256)
+    found = MaskPlan(seen_by_all, Size(1, 1, 4096, 4096, torch.device("cpu")), block_size=(128, 128)).computed(1)
+    columns = flexmasks.dense_mask(seen_by_all, 4096, 4096)[0, 0].view(32, 128, 32, 128).any(3).any(1).sum(0)
+    assert found.uneven == pytest.approx(float(columns.max() / columns.float().mean()))
+
+
+def _long(**given: Any) -> Any:
+    q = torch.empty(1, 16, 32768, 64, device="meta")
+    mask = SimpleNamespace(
+        computed=lambda rows: Computed(60, 1), kernel_key=object(),
+        size=SimpleNamespace(q_len=32768, kv_len=32768, device=q.device),
+        made=lambda *_: SimpleNamespace(counts=torch.tensor([0, 2])),
+    )  # fmt: skip
+    facts = {"q": q, "k": q, "v": q, "needs_grad": True, "mask": mask}
+    return SimpleNamespace(**facts | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_taken"),
+    [
+        ({}, True),
+        ({"needs_grad": False}, False),
+        ({"k": torch.empty(1, 4, 32768, 64, device="meta")}, False),
+        ({"v": torch.empty(1, 16, 32768, 128, device="meta")}, False),
+        ({"q": torch.empty(1, 16, 4096, 64, device="meta")}, False),
+    ],
+)
+def test_what_was_not_measured_is_not_taken(given: dict[str, Any], is_taken: bool, machine: pytest.MonkeyPatch) -> None:
+    assert cudnn.is_fastest(_long(**given), has_flash=False) == is_taken
+    assert not cudnn.is_fastest(_long(**given), has_flash=True)
+    machine.setattr(cudnn, "capability", lambda device: (10, 0))
+    assert not cudnn.is_fastest(_long(**given), has_flash=False)
+
+
+def test_the_first_mask_shows_whether_its_kind_fits(machine: pytest.MonkeyPatch) -> None:
+    for counts, is_taken in (([0, 4], True), ([0, 5], False), ([1, 2], False)):
+        call, other = _long(), _long()
+        call.mask.made = lambda *_, counts=counts: SimpleNamespace(counts=torch.tensor(counts))
+        assert cudnn.is_fastest(call, has_flash=False) == is_taken
+        other.mask.kernel_key = call.mask.kernel_key  # of the same kind, which nobody looks at
+        other.mask.made = None
+        assert cudnn.is_fastest(other, has_flash=False) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("able", "in_order", "has_flash"),
+    [
+        (["flex"], False, False),
+        (["flex", "flex_flash"], False, True),
+        (["flex", "flex_flash"], True, False),
+        (["flex", "fa4"], False, None),
+    ],
+)
+def test_the_choice_asks_what_others_can(
+    able: list[str], in_order: bool, has_flash: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(table, "why_not", lambda name, call: None)
+    monkeypatch.setattr(cudnn, "is_fastest", lambda call, has_flash: asked.append(has_flash) or True)
+    call: Any = SimpleNamespace(context=SimpleNamespace(must_be_deterministic=in_order))
+    assert table._is_for_cudnn(call, able) == (has_flash is not None)
+    assert asked == ([] if has_flash is None else [has_flash])
 
 
 # --- with the package itself ---

@@ -360,7 +360,7 @@ def test_the_first_mask_of_a_kind_says_what_is_computed(monkeypatch: pytest.Monk
         get_mask("prefix_lm", prefix_len=torch.tensor([30])),
         get_mask("document", document_ids=torch.arange(640) % 2),  # no sequences
     ):
-        assert MaskPlan(other, Size(1, 1, 640, 640, CPU)).computed(1, may_look=False) == (2.5, 1, False, 0)
+        assert MaskPlan(other, Size(1, 1, 640, 640, CPU)).computed(1, may_look=False) == (2.5, 1, False, 0, 1)
 
 
 _WINDOWS = {"causal": {}, "full": {}, "sliding_window": {"window": 256}, "local": {"left": 128, "right": 512}}
