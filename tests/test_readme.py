@@ -218,7 +218,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "recipes/results/choice.md": {"choice_gpu": choice},
     "recipes/results/documents.md": {"documents_gpu": documents},
-    "recipes/results/tried.md": {"cudnn_gpu": lambda: bench_intervals.markdown(results("cudnn_gpu"))},
+    "recipes/results/cudnn.md": {"cudnn_gpu": lambda: bench_intervals.markdown(results("cudnn_gpu"))},
     "recipes/results/serve.md": {
         name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
     },

@@ -984,7 +984,7 @@ def test_wrong_intervals_are_left_out(cudnn: types.ModuleType, monkeypatch: pyte
     assert len(made.left_out) == 2
 
 
-def test_the_page_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(mask: str, who: str, mode: bool = False, is_auto: bool = True, **figures: float) -> dict[str, Any]:
         about = {"case": mask, "shape": "[1, 2, 64, 16]", "who": who, "deterministic": mode, "dtype": "bfloat16"}
         return about | {"is_auto": is_auto and who != "cuDNN"} | figures
@@ -1008,7 +1008,10 @@ def test_the_page_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     ) in lines, text
     assert "| c | [1, 2, 64, 16] | | | 1.2 / 1.1 (1.09) | | | | |" in lines, text
     assert "take 0.50 to 0.50 of the GPU's time" in text
-    assert "takes the host 0.80 to 0.80 ms, against 0.40 to 0.40 ms here, and each plan another 0.90 to 0.90 ms" in text
+    assert (
+        "takes the host 0.80 to 0.80 ms, against 0.40 to 0.40 ms of the others, and each plan another 0.90 to 0.90 ms"
+        in text
+    )
     assert "at least 1.2 times as fast in 2 of 3 cases: a [1, 2, 64, 16] (1.20); b [1, 2, 64, 16] (2.00)." in text
     assert "in 0 of 1 cases in deterministic mode. So these figures do not ask for a backend" in text
     assert "Not measured in this run: [1, 2, 64, 16] d." in text
