@@ -42,7 +42,7 @@ from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unrea
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Look, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
-from flexmasks.spec.bands import Sequences, band_of
+from flexmasks.spec.bands import Band, Sequences, band_of, documents_of
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
@@ -194,12 +194,22 @@ class MaskPlan(ModifierPlan):
         window = window_of(self.mask, replace(sized(self.size, self.offset), may_read=False), is_fitted)
         return None if window is not None and window.by_look and not self.size.may_read else window
 
+    @functools.cached_property
+    def documents(self) -> Band | None:
+        """The documents, end to end, inside which the mask shows pairs, as a band without bounds.
+
+        None says that a batch element is one sequence. Raises Unfit, see `documents_of`.
+        """
+        return None if self.opaque else documents_of(self.mask, unread(self.size, self.offset))
+
     def sequences(self, heads: int = 0) -> tuple[Sequences, Look | None]:
-        """The sequences of the window, and a look that confirms them, or None. Raises Unfit where there are none.
+        """The sequences of the window, or else the documents, and a look that confirms them, or None. Raises Unfit
+        where there are none.
 
         heads: the number of heads if [B, H, S, D] may be read head after head, else 0.
         """
-        if not cast(Window, self.window).by_look:
+        by_look = cast(Band, self.documents).check is not None if self.window is None else self.window.by_look
+        if not by_look:
             return self._sequences(0, heads), None
         if is_capturing(self.size.device):
             raise Unfit(
@@ -225,7 +235,7 @@ class MaskPlan(ModifierPlan):
     def _judge(self, room: int, counts: list[int]) -> None:
         """Raise Unfit if documents that were counted do not lie end to end, or are too many for the room."""
         if counts[0] < 0:
-            cast(Any, band_of(self.mask, unread(self.size, self.offset))).check()
+            _in_sequences(self.mask, unread(self.size, self.offset)).check()
         if abs(counts[0]) > room:
             raise Unfit(f"the kernel was told of {room} documents at most, and there are {abs(counts[0])}")
 
@@ -632,8 +642,12 @@ def computed_in_sequences(window: Window, batch: int, length: int, count: int, r
     return Computed(full, _EDGES, sequences=room * BLOCK_SIZE[0] / batch / length)
 
 
+def _in_sequences(mask: Mask, size: Size) -> Any:
+    return band_of(mask, size) or documents_of(mask, size)
+
+
 def _sequences_of(room: int, heads: int, mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
-    sequences: Sequences = cast(Any, band_of(mask, size)).sequences(room)
+    sequences: Sequences = _in_sequences(mask, size).sequences(room)
     # `len` would bind a graph to the number of sequences.
     if sequences.kv is sequences.q and 0 < heads * sequences.q.shape[0] <= _MAX_SEARCHED_SEQUENCES:
         sequences = sequences.head_after_head(heads, size.q_len)

@@ -19,6 +19,8 @@ from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size, can_be_read, check_returned
 from flexmasks.spec.values import Mask, Score
 
+_OF_DOCUMENTS = "document", "packed", "cross_document"
+
 
 class Sequences(NamedTuple):
     """Sequences laid end to end over all batch elements. They cover all tokens.
@@ -76,6 +78,55 @@ def band_of(mask: Mask, size: Size) -> Band | None:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
     return cast("Band | None", _asked(mask, size, mask.definition.band, _check_band))
+
+
+def documents_of(mask: Mask, size: Size) -> Band | None:
+    """Return the documents inside which a mask shows pairs as a band without bounds, whatever else the mask hides.
+
+    None says that a batch element is one sequence. Raises Unfit if there are documents that are no sequences end to
+    end, with as many queries as keys, inside which all pairs lie. No value of a tensor is read.
+    """
+    if mask.definition is AND:
+        found = [d for m in mask.params["masks"] if (d := documents_of(m, size)) is not None]
+        if len(found) > 1:
+            raise Unfit("it knows where documents start for one set of documents, and this mask has several")
+        return found[0] if found else None
+    if not holds_documents(mask):
+        return None
+    band = None
+    if mask.definition.by_library and mask.name == "document":
+        band = band_of(mask, size)
+    elif mask.definition.by_library and mask.name == "packed":
+        places = mask.checked(size)
+        is_nested = holds_documents(places.pop("inner"))
+        band = None if is_nested or not is_zero(places.get("q_start", 0)) else in_sequences(Band(), size, **places)
+    if band is None or band.has_other_keys or not is_zero(size.q_offset):
+        raise Unfit(
+            "it must know where documents start: pass them by `packed`, or by ids of documents that lie end to end, "
+            "inside torch.compile with contiguous=True; as a whole mask or joined to others by `&`, for as many "
+            "queries as keys"
+        )
+    return band
+
+
+def holds_documents(mask: Any) -> bool:
+    """Return whether a mask of the library that packs documents is a mask, or inside it."""
+    parts = mask.inside() if isinstance(mask, Mask) else []
+    return any(m.definition.by_library and m.name in _OF_DOCUMENTS for m in parts)
+
+
+def may_be_band(mask: Mask) -> bool:
+    """Return whether a mask is of a kind that bands say, alone or with the lengths of its sequences."""
+    if mask.definition is AND:
+        return all(map(may_be_band, mask.params["masks"]))
+    if mask.definition.by_library and mask.name == "padding":
+        return True
+    inner = [m for m in mask.operands() if isinstance(m, Mask)]
+    return mask.definition.band is not None and all(map(may_be_band, inner))
+
+
+def is_zero(number: Any) -> bool:
+    return isinstance(number, int) and number == 0
 
 
 def cap_of(score: Score, size: Size) -> float | None:
