@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as BlockMask
     from torch.nn.attention.flex_attention import flex_attention as flex_attention
 
+    FlexGradients: Any
     SingleLevelFunction: Any
     StopRecomputation: Any
     TorchDispatchMode: Any
@@ -208,6 +209,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "decompositions": ("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH"),
     # What traces the gradients of flex_attention's scores, see `_mend_gradients_of_scores`.
     "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
+    # What differentiates flex_attention, see `flex_invariant.adds_in_order`; without it no gradients are invariant.
+    "FlexGradients": ("torch._higher_order_ops.flex_attention:FlexAttentionAutogradOp", None),
     # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
     "lowering": ("torch._inductor.lowering", None),
     "CuteOverrides": (_CUTE, None),

@@ -53,6 +53,7 @@ from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score, unread
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
+from flexmasks.spec.bands import holds_documents
 from flexmasks.spec.encoding import encode_if_readable, note_constants
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -92,6 +93,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         of_size, block_size = unread(size, q_offset), block_size_for(size)
         bits = bits_of_function("attention", cast(Mask, mask), of_size, q_offset, block_size)
     if bits is not None and bits[0].ndim:
+        if is_invariant() and holds_documents(mask):
+            fail(
+                "inside flexmasks.invariant() torch.compile would read a mask of documents as bits, which do not say "
+                "where these start: write its function with whole numbers that fit 32 bits, and one index for each "
+                "tensor, or call attention outside of torch.compile."
+            )
         words, table, *lists_of_bits = bits
         block_size = encoded.block_size or compat.constants(block_size_for(size))
         encoded = Encoded((BITS, words, table), 0, block_size)
@@ -189,6 +196,11 @@ def _attend(
                 at_example, size = over_zeros(plan.mask, plan.size)
                 at_example.resolve(size)
         must_trace = UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED
+        if must_trace and must_be_invariant:
+            fail(
+                "inside flexmasks.invariant() torch.compile must read the mask and the score as values: make them "
+                "outside of it, by flexmasks.mask and flexmasks.score, or name them."
+            )
         name = _chosen(backend, call, _TRACED if must_trace else tuple(BACKENDS))
         by_slices = name == "reference" and (q.device.type != "cpu" or call.context.has_transforms)
         if by_slices or must_trace:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import forms, padded
+from flexmasks.backends import flex_invariant, forms, padded
+from flexmasks.backends.aligned import Aligned, in_one_list
 from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
@@ -37,6 +38,7 @@ from flexmasks.blocks.lists import lists_of
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.sizes import block_size_for
+from flexmasks.plans.windows import Look
 from flexmasks.spec.structure import flatten
 
 _log = logging.getLogger("flexmasks")
@@ -93,16 +95,20 @@ class FlexForm(NamedTuple):
 
     shapes: of words and table of a mask that goes as data.
     of_score: the key of the score change.
+    aligned: the slots of the tokens, if documents start at blocks, and a look that confirms them.
     """
 
     block_mask: Any
     score_mod: Callable[..., Tensor] | None
     of_score: Hashable
     shapes: tuple[torch.Size, ...] | None = None
+    aligned: Aligned | None = None
+    look: Look | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
+        of_slots = 0 if self.aligned is None else self.aligned.nbytes
+        return of_slots + sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
 
 def kernel(call: Call) -> Kernel:
@@ -116,6 +122,7 @@ class FlexKernel(Kernel):
         """backend: torch's name. why_data: why the kernel reads the mask as data, or ""."""
         self._is_flash, self.why_data = backend == "FLASH", why_data
         self._needs_grad, self._with_lse, self._scale = call.needs_grad, call.with_lse, call.scale
+        self._is_invariant = call.context.is_invariant
         self._what, self._of_mask, self._captured = call.what, call.kernel_key[0], call.shapes
         self._score = forms.compiled_score(call, for_flash=self._is_flash)
         known = self.why_data or call.mask.is_by_library or call.shapes is None or forms.has_failed(call)
@@ -140,9 +147,20 @@ class FlexKernel(Kernel):
             block_mask, shapes = data.block_mask(for_flash=self._is_flash), data.shapes
         else:
             block_mask, shapes = plans.mask.block_mask, None
+        if self._lengths == "aligned":
+            aligned, look = Aligned.of(plans.mask)
+            aligned = aligned.for_batch(block_mask.kv_num_blocks.shape[0])
+            block_mask, score_mod = aligned.block_mask(block_mask), aligned.score_mod(score_mod)
+            return (FlexForm(block_mask, score_mod, of_score, shapes, aligned, look),)
+        if self._is_invariant:
+            block_mask = in_one_list(block_mask, full_are_hidden=plans.mask.is_given and not self.why_data)
         if self._lengths == "padded":
             block_mask = padded.for_whole_blocks(block_mask)
         return (FlexForm(block_mask, score_mod, of_score, shapes),)
+
+    def confirm(self, forms: tuple[FlexForm, ...]) -> None:
+        if forms[0].look is not None:
+            forms[0].look.confirm()
 
     def runner(self, form: FlexForm) -> Runner:
         """Return what runs the kernel for lists of these shapes."""
@@ -161,7 +179,7 @@ class FlexKernel(Kernel):
 
     def first(self, call: Call, inputs: Inputs) -> Result:
         """Run the first call of its kind. If shared memory is too small, smaller kernels are tried."""
-        may_shrink = not self._is_flash and call.on_gpu and not call.kernel_options
+        may_shrink = not (self._is_flash or self._is_invariant) and call.on_gpu and not call.kernel_options
         attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
         for more_options in attempts:
             if more_options:
@@ -183,6 +201,8 @@ class FlexKernel(Kernel):
         raise AssertionError("the last attempt returns or raises")
 
     def compiles(self, forms: tuple[FlexForm, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
+        if forms[0].aligned is not None:
+            q, k, v = (forms[0].aligned.like(x) for x in (q, k, v))
         return self.runner(*forms).compiles(q, k, v)
 
     def __call__(
@@ -192,7 +212,14 @@ class FlexKernel(Kernel):
 
         Raises Unavailable if the call cannot be compiled.
         """
-        (form,) = forms
+        aligned = forms[0].aligned
+        if aligned is None:
+            return self._run(q, k, v, forms[0])
+        out, lse = self._run(aligned.laid(q), aligned.laid(k), aligned.laid(v), forms[0])
+        self.confirm(forms)
+        return aligned.taken(out), None if lse is None else aligned.taken(lse[..., None])[..., 0]
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, form: FlexForm) -> tuple[Tensor, Tensor | None]:
         if not self._needs_grad:
             # On the CPU torch refuses tensors that require a gradient, even under no_grad. For a view it makes symbols
             # of its base's sizes, too, for which it may find no guard ("sources must not be empty for symbol").
@@ -224,6 +251,8 @@ class FlexKernel(Kernel):
 
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any], *, as_data: bool) -> dict[str, Any]:
+    if call.context.is_invariant:
+        return flex_invariant.options(call)
     given = {**(call.kernel_options or {}), **more_options}
     reads = _reads(call, backend, as_data) if not given else NO_READS
     chosen = options(call.q, call.k, call.v, backend, given, call.mask.block_size, reads)
@@ -244,12 +273,20 @@ def _lengths(call: Call, chosen: dict[str, Any]) -> str:
     1.2 to 1.6 times as long on an H200. The copies take longer than a forward pass saves where queries see few blocks,
     so that training alone is padded. A user's own blocks may be full where tokens end, and pairs of padding may give
     tensors that a score learns a gradient of NaN: nothing is padded then.
+
+    Inside `invariant` one kernel runs for all lengths, so that all that do not end so are padded, or documents
+    "aligned".
     """
-    if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
+    is_invariant = call.context.is_invariant
+    if is_invariant and isinstance(call.mask, MaskPlan) and call.mask.documents is not None:
+        return "aligned"
+    if not is_invariant and (chosen.get("BACKEND") != "TRITON" or call.kernel_options):
         return ""
     lengths = call.q.shape[2], call.k.shape[2]
     if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, call.mask.block_size, strict=True)):
         return "whole"
+    if is_invariant:
+        return "padded"
     queries, elements = _LEAST_PADDED
     is_long = lengths[0] >= queries and call.q.numel() >= max(elements, call.k.numel())
     return "padded" if call.needs_grad and is_long and not (call.mask.is_given or call.learns) else ""
@@ -353,6 +390,8 @@ def kernel_in_graph(call: Call, backend: str | None = None, block_size: tuple[in
     plan = cast(MaskPlan, call.mask)
     block_size = plan.block_size if plan.is_given else block_size or block_size_for(plan.size)
     how = call.scale, call.with_lse, call.needs_grad, call.kernel_options, block_size
+    if call.context.is_invariant:
+        return KernelInGraph(backend, *how, reads=flex_invariant.reads_of(call), is_invariant=True)
     return KernelInGraph(backend, *how, reads=_reads(call, backend, as_data=False))
 
 
@@ -368,23 +407,45 @@ class KernelInGraph(Kernel):
     block_size: tuple[int, int]
     attend: Callable[..., Any] | None = None  # torch's flex_attention, or one like it
     reads: Reads = UNKNOWN_READS
+    is_invariant: bool = False
 
-    def forms(self, plans: Plans) -> tuple[BlocksAndScore]:
-        return (BlocksAndScore.of(plans._replace(mask=plans.mask.resized(self.block_size))),)
+    def forms(self, plans: Plans) -> tuple[Any, ...]:
+        """Return the blocks and the score, and the slots of the tokens if documents start at blocks."""
+        mask: MaskPlan = plans.mask.resized(self.block_size)
+        form = BlocksAndScore.of(plans._replace(mask=mask))
+        if not self.is_invariant:
+            return (form,)
+        block_mask, score_mod = form
+        if mask.documents is None:
+            return (BlocksAndScore(padded.for_whole_blocks(in_one_list(block_mask)), score_mod),)
+        aligned = Aligned.of(mask)[0].for_batch(block_mask.kv_num_blocks.shape[0])
+        return BlocksAndScore(aligned.block_mask(block_mask), aligned.score_mod(score_mod)), aligned
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: BlocksAndScore
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
     ) -> tuple[Tensor, Tensor | None]:
-        (block_mask, score_mod), scale = forms[0], self.scale
+        if len(forms) == 1:
+            return self._run(q, k, v, *forms)
+        form, aligned = forms
+        out, lse = self._run(aligned.laid(q), aligned.laid(k), aligned.laid(v), form)
+        return aligned.taken(out), None if lse is None else aligned.taken(lse[..., None])[..., 0]
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, form: BlocksAndScore) -> tuple[Tensor, Tensor | None]:
+        (block_mask, score_mod), scale = form, self.scale
         if not self.needs_grad:
             q, k, v = q.detach(), k.detach(), v.detach()
         on_cpu = q.device.type == "cpu"
         if on_cpu:  # torch's CPU kernel fails for views of tensors with other dimensions
             q, k, scale = widened(q, k, scale)
             q, k, v = separate(q), separate(k), separate(v)
-        chosen = options(q, k, v, self.backend, self.kernel_options, self.block_size, self.reads)
-        attend = self.attend or attend_in_graph
-        out, lse = flex_by(attend, q, k, v, score_mod, block_mask, scale, chosen, self.with_lse)
+        attend = functools.partial(flex_by, self.attend or attend_in_graph)
+        if not self.is_invariant:
+            chosen = options(q, k, v, self.backend, self.kernel_options, self.block_size, self.reads)
+        else:
+            chosen = {} if on_cpu else flex_invariant.fixed_options(q, v, self.block_size, self.reads)
+            if padded.has_more_tokens(block_mask, q, k):
+                attend = functools.partial(padded.with_padding, attend)
+        out, lse = attend(q, k, v, score_mod, block_mask, scale, chosen, self.with_lse)
         return separate(out) if on_cpu else out, lse
 
 

@@ -13,7 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmasks.backends import cudnn, decode, fa4, fa4_package, flex, flex_flash, reference, sdpa, short, times, waiting
+from flexmasks.backends import (
+    cudnn,
+    decode,
+    fa4,
+    fa4_package,
+    flex,
+    flex_flash,
+    flex_invariant,
+    reference,
+    sdpa,
+    short,
+    times,
+    waiting,
+)
 from flexmasks.backends.call import Call, Inputs, Kernel, Ready, RefusedByAll, Result, Unavailable, first_line
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import Unfit, passing_error
@@ -71,7 +84,7 @@ BACKENDS = {
         ),
         Backend(
             "flex", flex.refuses, flex.kernel, flex.adds_in_any_order, _FLEX_RECOMPILES_ON, reads_any_dtype=True,
-            can_be_traced=True,
+            can_be_traced=True, varies=flex_invariant.varies,
         ),
         Backend(
             "cudnn", cudnn.refuses, cudnn.kernel, recompiles_on=_CUDNN_RECOMPILES_ON, unfit=cudnn.unfit,

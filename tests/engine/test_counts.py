@@ -444,6 +444,7 @@ def test_lengths_of_whole_tiles(queries: int, keys: int, size: int, is_given: bo
     q, k = (torch.empty(1, 128, n, 128, device="meta") for n in (queries, keys))
     mask = types.SimpleNamespace(is_given=is_given, block_size=(size, 128))
     call: Any = types.SimpleNamespace(q=q, k=k, kernel_options=None, mask=mask, needs_grad=True, learns=False)
+    call.context = types.SimpleNamespace(is_invariant=False)
     other = "padded" if queries >= 1024 and not is_given else ""
     whole = queries in (128, 1024) and keys in (128, 1024) and queries % size == 0
     assert flex._lengths(call, {"BACKEND": "TRITON"}) == ("whole" if whole else other)

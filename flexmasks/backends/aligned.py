@@ -1,0 +1,210 @@
+"""Packed documents laid out so that each starts at a block, for kernels whose tiles of keys are cut at blocks.
+
+A tile then has the keys of one document alone, at the places where it would have them if the document were the only
+one: the results of a document do not depend on where in a row it lies. The tokens are copied into slots, and results
+are taken out again; functions of masks and scores get the tokens' own indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.blocks.build import lists_of_blocks
+from flexmasks.blocks.lists import made_of, of_block_mask
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.windows import Look
+
+
+def in_one_list(block_mask: compat.BlockMask, *, full_are_hidden: bool = False) -> compat.BlockMask:
+    """Return a BlockMask whose full blocks are partial ones.
+
+    torch's kernels read partial blocks first, then full ones. Here they read all in the order of their keys.
+
+    full_are_hidden: the function may hide pairs of full blocks, as that of a user's own BlockMask.
+    """
+    partial, full = of_block_mask(block_mask)
+    mask_mod = block_mask.mask_mod
+    if full_are_hidden and block_mask.full_kv_num_blocks is not None:
+        mask_mod = _shown_or_full(mask_mod, full, block_mask.BLOCK_SIZE)
+    return _of_possible(block_mask.seq_lengths, partial | full, block_mask.BLOCK_SIZE, mask_mod)
+
+
+def _of_possible(lengths: Any, possible: Tensor, block_size: Any, mask_mod: Callable[..., Tensor]) -> compat.BlockMask:
+    by_row, of_row, _, _, by_column, of_column, *_ = lists_of_blocks(possible, torch.zeros_like(possible))
+    lists = by_row, of_row, None, None, by_column, of_column, None, None
+    return made_of(lengths, lists, block_size, mask_mod)
+
+
+def _shown_or_full(mask_mod: Callable[..., Tensor], full: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
+    (height, width), has_batch, has_heads = block_size, full.shape[0] > 1, full.shape[1] > 1
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        is_full = full[b if has_batch else b % 1, h if has_heads else h % 1, q // height, kv // width]
+        return mask_mod(b, h, q, kv) | is_full
+
+    return visible
+
+
+class Aligned(NamedTuple):
+    """Slots of the tokens of each row of a batch, or of one row for all."""
+
+    table: Tensor  # int32 [B or 1, slots], what kernels read: the token in a slot, or -1 - token for padding
+    tokens: Tensor  # int64 [B or 1, slots], a token of the same document for padding
+    slots: Tensor  # int64 [B or 1, S], the slot of each token
+    documents: Tensor  # int64 [B or 1, slots], the number of the slot's document
+    is_wrong: Tensor  # bool, whether there are more documents than were promised
+
+    @classmethod
+    def of(cls, mask: MaskPlan) -> tuple[Aligned, Look | None]:
+        """Return the slots of a mask's documents, and a look that confirms them. Raises Unfit."""
+        made, look = mask.sequences()
+        with torch.no_grad():
+            size, count = mask.size, made.q.shape[0] - 1
+            # Ids that are looked at have room in all rows together, all other documents in each row.
+            in_row = count - size.batch + 1 if look is not None else count // size.batch
+            step = math.lcm(*mask.block_size)
+            room = -(-(size.q_len + torch.sym_min(in_row, size.q_len) * (step - 1)) // step) * step
+            placed = _placed(made.q.long(), size.batch, size.q_len, room, step)
+            is_broken = torch.zeros_like(placed.is_wrong) if look is not None else made.counts[0] < 0
+            return placed._replace(is_wrong=placed.is_wrong | is_broken), look
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self)
+
+    def for_batch(self, batch: int) -> Aligned:
+        """Return the slots of one row if they are those of all."""
+        if batch > 1:
+            return self
+        table, tokens, slots, documents = (t[:1] for t in self[:4])
+        return Aligned(table, tokens, slots, documents, self.is_wrong)
+
+    def block_mask(self, block_mask: compat.BlockMask) -> compat.BlockMask:
+        """Return the BlockMask of slots for one of tokens, in one list, see `in_one_list`.
+
+        A block of slots is computed if a block of tokens is that has tokens of both its rows and its columns, and if it
+        lies in one document.
+        """
+        height, width = block_mask.BLOCK_SIZE
+        length = self.table.shape[1]
+        partial, full = of_block_mask(block_mask)
+        possible = partial | full
+        rows, columns = self._blocks(height), self._blocks(width)
+        batch = torch.arange(self.table.shape[0], device=self.table.device)[:, None, None, None]
+        of_batch = batch if possible.shape[0] > 1 else torch.zeros_like(batch)
+        heads = torch.arange(possible.shape[1], device=self.table.device)[:, None, None]
+        shown = None
+        for row in (rows.first // height, rows.last // height):
+            for column in (columns.first // width, columns.last // width):
+                seen = possible[of_batch, heads, row[:, None, :, None], column[:, None, None, :]]
+                shown = seen if shown is None else shown | seen
+        is_one = rows.document[:, None, :, None] == columns.document[:, None, None, :]
+        has_tokens = rows.has_tokens[:, None, :, None] & columns.has_tokens[:, None, None, :]
+        shown = (cast(Tensor, shown) & is_one & has_tokens).contiguous()
+        return _of_possible((length, length), shown, block_mask.BLOCK_SIZE, self._mask_mod(block_mask.mask_mod))
+
+    def _blocks(self, size: int) -> _Blocks:
+        table, tokens = self.table, self.tokens
+        return _Blocks(tokens[:, ::size], tokens[:, size - 1 :: size], self.documents[:, ::size], table[:, ::size] >= 0)
+
+    def _mask_mod(self, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        table, has_rows = self.table, self.table.shape[0] > 1
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            row = b if has_rows else b % 1
+            q, kv = table[row, i], table[row, j]
+            seen = mask_mod(b, h, torch.where(q < 0, -1 - q, q), torch.where(kv < 0, -1 - kv, kv))
+            return seen & (q >= 0) & (kv >= 0)
+
+        return visible
+
+    def score_mod(self, score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        if score_mod is None:
+            return None
+        table, has_rows, of_tokens = self.table, self.table.shape[0] > 1, score_mod
+
+        def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            row = b if has_rows else b % 1
+            q, kv = table[row, i], table[row, j]
+            return of_tokens(score, b, h, torch.where(q < 0, -1 - q, q), torch.where(kv < 0, -1 - kv, kv))
+
+        return changed
+
+    def laid(self, x: Tensor) -> Tensor:
+        """Return [B, H, slots, D] of [B, H, S, D]. A padded slot has what a token of its document has."""
+        return cast(Tensor, _Taken.apply(x, self.tokens, self.slots))
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return a tensor without memory that is like `laid(x)`."""
+        batch, heads, _, size = x.shape
+        return x.new_empty((batch, self.table.shape[1], heads, size), device="meta").transpose(1, 2)
+
+    def taken(self, x: Tensor) -> Tensor:
+        """Return [B, H, S, D] of [B, H, slots, D], NaN if there are more documents than were promised.
+
+        The gradient of a padded slot is that of a token of its document: no query sees its key, and as a query it sees
+        nothing.
+        """
+        return torch.where(self.is_wrong, math.nan, cast(Tensor, _Taken.apply(x, self.slots, self.tokens)))
+
+
+class _Blocks(NamedTuple):
+    """Blocks of slots [B or 1, blocks]: the first and the last token of each, its document, and if it has tokens."""
+
+    first: Tensor
+    last: Tensor
+    document: Tensor
+    has_tokens: Tensor
+
+
+def _placed(starts: Tensor, batch: int, length: int, room: int, step: int) -> Aligned:
+    """Return where tokens lie if each document starts at a multiple of `step`, by operations of fixed shapes.
+
+    starts: int64 [N + 1], where the documents of all rows of `length` tokens start, end to end, and the last one's end.
+    room: the number of slots of a row.
+    """
+    device, first, ends = starts.device, starts[:-1], starts[1:]
+    whole = (ends - first + step - 1) // step * step
+    until = whole.cumsum(0)  # the slots of all documents up to one
+    before = until - whole
+    tokens = torch.arange(batch * length, device=device)
+    of_token = torch.searchsorted(ends, tokens, right=True)
+    firsts = torch.arange(batch, device=device)[:, None] * length
+    of_row, last_of_row = of_token.view(batch, length)[:, :1], of_token.view(batch, length)[:, -1:]
+    begins = before[of_row]  # of each row, among the slots of all rows
+    slots = (before[of_token] + tokens - first[of_token]).view(batch, length) - begins
+    places = torch.arange(room, device=device) + begins
+    documents = torch.minimum(torch.searchsorted(until, places, right=True), last_of_row)
+    in_slot, stop = first[documents] + places - before[documents], ends[documents]
+    has_token = in_slot < stop
+    own = torch.minimum(in_slot, stop - 1) - firsts
+    is_wrong = (slots[:, -1] >= room).any()
+    table = torch.where(has_token, own, -1 - own).int()
+    return Aligned(table, own, slots.clamp(max=room - 1), documents, is_wrong)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of [B, H, S, D] by their numbers [B or 1, N], whose gradient is taken back by numbers, without any sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers, back)
+        return _rows(x, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _, back = ctx.saved_tensors
+        return _rows(gradient, back), None, None
+
+
+def _rows(x: Tensor, numbers: Tensor) -> Tensor:
+    if numbers.shape[0] == 1:
+        return x.index_select(2, numbers[0])
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x.transpose(1, 2)[batch, numbers].transpose(1, 2)
