@@ -69,11 +69,26 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-# Where it is at least 1.04 times as fast as the others, all in, mostly 1.2 to 1.9 times (H200, results/cudnn.md): these
-# lengths, sizes and heads were measured. Masks of little more than the edges of documents are many partial blocks,
-# which read tensors for each pair elsewhere, and cuDNN's are bits; but only long rows take a GPU longer than the host.
-# Where FLASH is not there or does not add in order, it is faster in long full rows, too. In order, tiles of queries
-# wait for each other: where a few keys are seen by far more queries than others are, it takes up to 13 times as long.
+def refuses_machine(call: Call) -> str | None:
+    """Return why no such call can run on this machine, or None."""
+    if not call.on_gpu:
+        return "it runs on CUDA only"
+    if missing := why_unusable():
+        return missing
+    if capability(call.q.device) not in _CAPABILITIES:
+        return f"it needs compute capability {', '.join(f'{a}.{b}' for a, b in _CAPABILITIES[:-1])} or 10.3"
+    if call.q.dtype not in HALF_DTYPES:
+        return f"it takes float16 and bfloat16, not {call.dtype}"
+    return None
+
+
+# --- what "auto" takes ---
+
+# Where it is at least 1.04 times as fast as the others, all in, and mostly 1.2 to 1.9 times (H200, results/cudnn.md):
+# these lengths, sizes and heads were measured. Masks of little more than the edges of documents are partial blocks, for
+# which others read tensors for each pair, and cuDNN bits; but only long rows take a GPU longer than the host. Where
+# FLASH is not there or does not add in order, cuDNN is faster in long full rows, too. In order, tiles of queries wait
+# for each other: where a few keys are seen by far more queries than others are, it takes up to 13 times as long.
 _MIN_LENGTH, _SIZES = 8192, (64, 128)
 _CUT, _MIN_ROWS_IF_CUT = 0.3, 4096  # the share of partial blocks, and blocks of 128 queries of all heads
 _WHOLE, _MIN_ROWS_IF_WHOLE = 0.1, 2048
@@ -117,19 +132,6 @@ def unfit(call: Call) -> str:
             known = str(reason)
         _UNFIT.put(key, (), known, FACT)
     return known
-
-
-def refuses_machine(call: Call) -> str | None:
-    """Return why no such call can run on this machine, or None."""
-    if not call.on_gpu:
-        return "it runs on CUDA only"
-    if missing := why_unusable():
-        return missing
-    if capability(call.q.device) not in _CAPABILITIES:
-        return f"it needs compute capability {', '.join(f'{a}.{b}' for a, b in _CAPABILITIES[:-1])} or 10.3"
-    if call.q.dtype not in HALF_DTYPES:
-        return f"it takes float16 and bfloat16, not {call.dtype}"
-    return None
 
 
 # --- the package ---

@@ -18,7 +18,7 @@ from flexmasks.ranges.context import GiveUp
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.lookup import block_shape
 from flexmasks.ranges.operands import as_dtype, as_number, as_range, common_dtype
-from flexmasks.ranges.value import Range
+from flexmasks.ranges.value import BLOCK_DIMS, Range
 
 MOST = 8  # intervals that are kept of a query while they are joined
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -30,7 +30,7 @@ _NAMES |= {"bitwise_not": "not", "logical_not": "not", "subtract": "sub"}
 _LARGEST = {torch.int32: 2.0**30, torch.int64: 2.0**51}  # up to which the sum of two numbers is exact
 
 
-class Intervals(NamedTuple):
+class SeenKeys(NamedTuple):
     """Intervals of keys [starts, stops), in order and apart from each other; those that are left over are empty."""
 
     starts: Tensor  # int64 [B or 1, H or 1, Q or 1, n]
@@ -41,7 +41,7 @@ class Intervals(NamedTuple):
 class _Keys(Range):
     """A truth value of each query and key, as the keys where it is true."""
 
-    def __init__(self, intervals: Intervals) -> None:
+    def __init__(self, intervals: SeenKeys) -> None:
         nothing = torch.zeros((), dtype=torch.bool, device=intervals.starts.device)
         super().__init__(nothing, nothing, torch.bool)
         self.intervals = intervals
@@ -56,7 +56,7 @@ class _Sum(Range):
         self.of_query, self.of_key, self.is_absolute = of_query, of_key, is_absolute
 
 
-def intervals_of(mask_mod: Any, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Intervals:
+def intervals_of(mask_mod: Any, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> SeenKeys:
     """The keys that each query sees. Raises GiveUp if an operation on queries and keys is none of those that are known.
 
     Raises what `evaluate` raises.
@@ -85,17 +85,14 @@ class _Pairs:
             return self._compared(name, *args)
         if name in ("and", "or", "xor", "not", "where") and len(args) <= 3:
             return _Keys(self._joined(name, [self.keys(a) for a in args]))
-        if name in ("add", "radd", "sub", "rsub") and len(args) == 2:
-            a, b = reversed(args) if name[0] == "r" else args
+        if name in ("add", "radd", "sub", "rsub", "neg") and len(args) == 1 + (name != "neg"):
+            a, b = (0, *args) if name == "neg" else reversed(args) if name[0] == "r" else args
             return _sum(a, b if name.endswith("add") else _negative(b))
-        if name == "neg":
-            negative: Range = _negative(args[0])
-            return negative
         if name in ("abs", "absolute") and type(args[0]) is _Sum:
             return _Sum(args[0].of_query, args[0].of_key, is_absolute=True)
         raise GiveUp(f"`{name}` of a query and a key")
 
-    def keys(self, value: Any) -> Intervals:
+    def keys(self, value: Any) -> SeenKeys:
         """The keys where a truth value is true."""
         r = as_range(value)
         if type(r) is _Keys:
@@ -106,14 +103,14 @@ class _Pairs:
         known = lo == hi
         if 3 not in _varies(r):
             stops = torch.where(lo, self._end, 0)
-            return Intervals(torch.zeros_like(stops), stops, known[..., 0])
+            return SeenKeys(torch.zeros_like(stops), stops, known[..., 0])
         before, behind = F.pad(lo, (1, 0))[..., :-1], F.pad(lo, (0, 1))[..., 1:]
         place = torch.arange(self._end, device=lo.device)
         starts = torch.where(lo & ~before, place, self._end).sort(-1).values
         stops = torch.where(lo & ~behind, place + 1, self._end).sort(-1).values
         return _cut(starts, stops, known.all(-1), self._end)
 
-    def _joined(self, name: str, given: list[Intervals]) -> Intervals:
+    def _joined(self, name: str, given: list[SeenKeys]) -> SeenKeys:
         first, *rest = given
         if name == "not":
             return self._not(first)
@@ -124,10 +121,10 @@ class _Pairs:
         a, b = rest if name == "where" else (self._not(rest[0]), rest[0])  # xor is the opposite where the first holds
         return self._joined("or", [self._and(first, a), self._and(self._not(first), b)])
 
-    def _and(self, a: Intervals, b: Intervals) -> Intervals:
+    def _and(self, a: SeenKeys, b: SeenKeys) -> SeenKeys:
         return _in_both(a, b, self._end)
 
-    def _not(self, x: Intervals) -> Intervals:
+    def _not(self, x: SeenKeys) -> SeenKeys:
         return _others(x, self._end)
 
     def _compared(self, name: str, a: Any, b: Any) -> Range:
@@ -217,7 +214,7 @@ def _negative(x: Any) -> Any:
     return _Sum(of_query, of_key)
 
 
-def _compared_keys(name: str, of_key: Range, of_query: Range, end: int) -> Intervals:
+def _compared_keys(name: str, of_key: Range, of_query: Range, end: int) -> SeenKeys:
     """The keys whose number is less, greater or equal to that of the query."""
     device = of_key.lo.device
     low, high = (_in_blocks(e, device)[:, :, 0] for e in (of_key.lo, of_key.hi))  # [B or 1, H or 1, KV]
@@ -232,7 +229,7 @@ def _compared_keys(name: str, of_key: Range, of_query: Range, end: int) -> Inter
     rising, sought = (torch.where(rises, x, -x) for x in (low, wanted))
     place = torch.arange(end, device=device)
     half = torch.where(F.pad(breaks, (1, 0)), place, end).amin(-1, keepdim=True)  # where the second piece starts
-    starts: list[Tensor] = []
+    starts: list[Tensor] = []  # in each piece
     stops: list[Tensor] = []
     for first, stop in ((torch.zeros_like(half), half), (half, torch.full_like(half, end))):
         piece = torch.where(place < first, -torch.inf, torch.where(place < stop, rising, torch.inf))
@@ -254,21 +251,21 @@ def _compared_keys(name: str, of_key: Range, of_query: Range, end: int) -> Inter
         stops = [torch.where(are_two, x, last) for x in stops]
     else:
         are_known = are_two
-    return Intervals(torch.stack(starts, -1), torch.stack(stops, -1), (known & are_known).expand(wanted.shape))
+    return SeenKeys(torch.stack(starts, -1), torch.stack(stops, -1), (known & are_known).expand(wanted.shape))
 
 
 def _in_blocks(end: Tensor, device: torch.device) -> Tensor:
     """An end of a range with four dimensions. Adding takes a number to a GPU without a copy, which waits."""
-    return (
-        end.view(block_shape(end)) if end.device == device else torch.zeros_like(end, device=device)[(None,) * 4] + end
-    )
+    if end.device == device:
+        return end.view(block_shape(end))
+    return torch.zeros((1,) * BLOCK_DIMS, dtype=end.dtype, device=device) + end
 
 
-def _is_empty(x: Intervals) -> Tensor:
+def _is_empty(x: SeenKeys) -> Tensor:
     return x.known & (x.starts >= x.stops).all(-1)
 
 
-def _in_both(a: Intervals, b: Intervals, end: int) -> Intervals:
+def _in_both(a: SeenKeys, b: SeenKeys, end: int) -> SeenKeys:
     """The keys in both. Where one is known to be empty, the other need not be known."""
     starts = torch.maximum(a.starts[..., :, None], b.starts[..., None, :]).flatten(-2)
     stops = torch.minimum(a.stops[..., :, None], b.stops[..., None, :]).flatten(-2)
@@ -280,19 +277,19 @@ def _in_both(a: Intervals, b: Intervals, end: int) -> Intervals:
     return _cut(starts[..., :most], stops[..., :most], known, end)
 
 
-def _others(x: Intervals, end: int) -> Intervals:
+def _others(x: SeenKeys, end: int) -> SeenKeys:
     """The other keys."""
     first = torch.zeros_like(x.starts[..., :1])
-    return Intervals(torch.cat([first, x.stops], -1), torch.cat([x.starts, first + end], -1), x.known)
+    return SeenKeys(torch.cat([first, x.stops], -1), torch.cat([x.starts, first + end], -1), x.known)
 
 
-def _cut(starts: Tensor, stops: Tensor, known: Tensor, end: int) -> Intervals:
+def _cut(starts: Tensor, stops: Tensor, known: Tensor, end: int) -> SeenKeys:
     if starts.shape[-1] > MOST:
         known = known & (starts[..., MOST] == end)
-    return Intervals(starts[..., :MOST], stops[..., :MOST], known)
+    return SeenKeys(starts[..., :MOST], stops[..., :MOST], known)
 
 
-def _apart(x: Intervals, end: int) -> Intervals:
+def _apart(x: SeenKeys, end: int) -> SeenKeys:
     """The same keys in intervals that do not touch each other, with empty ones behind all others."""
-    everything = Intervals(torch.zeros_like(x.starts[..., :1]), torch.full_like(x.starts[..., :1], end), x.known)
+    everything = SeenKeys(torch.zeros_like(x.starts[..., :1]), torch.full_like(x.starts[..., :1], end), x.known)
     return _in_both(_others(_in_both(_others(x, end), everything, end), end), everything, end)

@@ -382,6 +382,7 @@ _GPU_CASES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # of another package
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("case", _GPU_CASES, ids=label)
 def test_on_a_gpu(case: Case, kv_heads: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from flexmasks.plans.sizes import shifted_mask, unread
 from flexmasks.ranges import GiveUp
-from flexmasks.ranges.intervals import MOST, Intervals, intervals_of
+from flexmasks.ranges.intervals import MOST, SeenKeys, intervals_of
 from flexmasks.spec.parameters import Size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ ALWAYS = {
 }  # fmt: skip
 
 
-def check(found: Intervals, visible: Tensor) -> Tensor:
+def check(found: SeenKeys, visible: Tensor) -> Tensor:
     """Check all intervals that are known, and return for each query whether they are."""
     starts, stops, known = found
     assert starts.shape[-1] <= MOST
