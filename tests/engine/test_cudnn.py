@@ -405,3 +405,45 @@ def test_on_a_gpu(case: Case, kv_heads: int) -> None:
             check(leaves, visible, mask, tolerance=2e-2, q_offset=offset)
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_new_tensors_on_a_gpu() -> None:
+    """The operations that find intervals are recorded at the second mask, and replayed from the third one on."""
+    pytest.importorskip("cudnn")
+    leaves = [torch.randn(2, 2, 300, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    for seed in range(5):
+        marks = torch.rand(2, 300, generator=torch.Generator().manual_seed(seed)) < 0.02
+        spans = torch.where(marks.roll(5, 1).cumsum(1) % 2 == 1, marks.cumsum(1), -1)
+        masks = [
+            flexmasks.masks.document(document_ids=(marks.cumsum(1) // 2).to(device))
+            & flexmasks.masks.bidirectional_spans(span_ids=spans.to(device))
+            for device in ("cpu", "cuda")
+        ]
+        check(leaves, flexmasks.dense_mask(masks[0], 300, 300, batch=2).expand(-1, 2, -1, -1), masks[1], tolerance=2e-2)
+    ids = torch.arange(300, device="cuda").expand(2, -1) % 3
+    with pytest.raises(ValueError, match="which the values of the mask's tensors do not show"):
+        flexmasks.attention(*leaves, mask="document", document_ids=ids, backend="cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_auto_on_a_gpu() -> None:
+    pytest.importorskip("cudnn")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it was measured on compute capability 9.0")
+    q, k, v = (torch.empty(1, 16, 32768, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    ids = (torch.rand(1, 32768, generator=torch.Generator().manual_seed(0)) < 1 / 700).cumsum(1).cuda()
+    documents = flexmasks.masks.document(document_ids=ids)
+    assert flexmasks.explain(q, k, v, mask=flexmasks.masks.prefix_lm(prefix_len=8192) & documents).backend == "cudnn"
+    for is_deterministic in (False, True):
+        torch.use_deterministic_algorithms(is_deterministic)
+        try:
+            explanation = flexmasks.explain(q, k, v, mask="prefix_lm", prefix_len=8192)
+            sinks = flexmasks.explain(q, k, v, mask="sink_window", sinks=64, window=1024)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        has_flash = explanation.others.get("flex_flash", "the chosen one").startswith(("it can", "the chosen"))
+        assert explanation.backend == ("cudnn" if is_deterministic or not has_flash else "flex_flash")
+        assert sinks.backend != "cudnn"
