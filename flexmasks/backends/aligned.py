@@ -7,6 +7,7 @@ are taken out again; functions of masks and scores get the tokens' own indices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.lists import made_of, of_block_mask
+from flexmasks.errors import Unfit
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.windows import Look
 
@@ -61,18 +63,18 @@ class Aligned(NamedTuple):
     is_wrong: Tensor  # bool, whether there are more documents than were promised
 
     @classmethod
-    def of(cls, mask: MaskPlan) -> tuple[Aligned, Look | None]:
-        """Return the slots of a mask's documents, and a look that confirms them. Raises Unfit."""
+    def of(cls, mask: MaskPlan) -> tuple[Aligned, tuple[Look, ...]]:
+        """Return the slots of a mask's documents, and looks that confirm them. Raises Unfit."""
         made, look = mask.sequences()
         with torch.no_grad():
             size, count = mask.size, made.q.shape[0] - 1
-            # Ids that are looked at have room in all rows together, all other documents in each row.
-            in_row = count - size.batch + 1 if look is not None else count // size.batch
+            in_row = count // size.batch if look is None else mask.room_in_row(made)
             step = math.lcm(*mask.block_size)
             room = -(-(size.q_len + torch.sym_min(in_row, size.q_len) * (step - 1)) // step) * step
             placed = _placed(made.q.long(), size.batch, size.q_len, room, step)
-            is_broken = torch.zeros_like(placed.is_wrong) if look is not None else made.counts[0] < 0
-            return placed._replace(is_wrong=placed.is_wrong | is_broken), look
+            if look is None:
+                return placed._replace(is_wrong=placed.is_wrong | (made.counts[0] < 0)), ()
+            return placed, (look, Look.at(placed.is_wrong.int().view(1), functools.partial(_judge, in_row)))
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +154,11 @@ class Aligned(NamedTuple):
         nothing.
         """
         return torch.where(self.is_wrong, math.nan, cast(Tensor, _Taken.apply(x, self.slots, self.tokens)))
+
+
+def _judge(in_row: int, is_wrong: list[int]) -> None:
+    if is_wrong[0]:
+        raise Unfit(f"the kernel was told of {in_row} documents in a row at most, and there are more")
 
 
 class _Blocks(NamedTuple):

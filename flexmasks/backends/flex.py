@@ -95,7 +95,7 @@ class FlexForm(NamedTuple):
 
     shapes: of words and table of a mask that goes as data.
     of_score: the key of the score change.
-    aligned: the slots of the tokens, if documents start at blocks, and a look that confirms them.
+    aligned: the slots of the tokens, if documents start at blocks. looks: those that confirm them.
     """
 
     block_mask: Any
@@ -103,7 +103,7 @@ class FlexForm(NamedTuple):
     of_score: Hashable
     shapes: tuple[torch.Size, ...] | None = None
     aligned: Aligned | None = None
-    look: Look | None = None
+    looks: tuple[Look, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -148,10 +148,10 @@ class FlexKernel(Kernel):
         else:
             block_mask, shapes = plans.mask.block_mask, None
         if self._lengths == "aligned":
-            aligned, look = Aligned.of(plans.mask)
+            aligned, looks = Aligned.of(plans.mask)
             aligned = aligned.for_batch(block_mask.kv_num_blocks.shape[0])
             block_mask, score_mod = aligned.block_mask(block_mask), aligned.score_mod(score_mod)
-            return (FlexForm(block_mask, score_mod, of_score, shapes, aligned, look),)
+            return (FlexForm(block_mask, score_mod, of_score, shapes, aligned, looks),)
         if self._is_invariant:
             block_mask = in_one_list(block_mask, full_are_hidden=plans.mask.is_given and not self.why_data)
         if self._lengths == "padded":
@@ -159,8 +159,8 @@ class FlexKernel(Kernel):
         return (FlexForm(block_mask, score_mod, of_score, shapes),)
 
     def confirm(self, forms: tuple[FlexForm, ...]) -> None:
-        if forms[0].look is not None:
-            forms[0].look.confirm()
+        for look in forms[0].looks:
+            look.confirm()
 
     def runner(self, form: FlexForm) -> Runner:
         """Return what runs the kernel for lists of these shapes."""

@@ -229,6 +229,16 @@ class MaskPlan(ModifierPlan):
         self._judge(room, counts)
         return made, Look(None)
 
+    def room_in_row(self, looked_at: Sequences) -> int:
+        """How many of the sequences that a look confirms a batch element has at most, as for the first of a kind."""
+        known: int = self._programs.get("room in a row", 1)
+        if self.is_of_template:
+            return known
+        rows = torch.arange(self.size.batch, device=looked_at.q.device)[:, None]
+        most = int((looked_at.q[:-1] // self.size.q_len == rows).sum(1).max())
+        self._programs["room in a row"] = max(known, 1 << (most - 1).bit_length())
+        return cast(int, self._programs["room in a row"])
+
     def _sequences(self, room: int, heads: int) -> Sequences:
         return self._made(_SEQUENCES, Sequences, functools.partial(_sequences_of, room, heads), room, heads)
 

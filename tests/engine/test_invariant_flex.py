@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from flexmasks.backends import fa4, fa4_package, flex, flex_invariant, flex_kern
 from flexmasks.backends.aligned import Aligned, in_one_list
 from flexmasks.backends.encoded import Encoded
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.errors import Unfit
 from flexmasks.kernels.row_products import less_row_products
 from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.windows import Look
 from flexmasks.spec.encoding import encode
 from flexmasks.spec.parameters import Size
 
@@ -90,8 +93,8 @@ _OF_DOCUMENTS = {
 
 def _aligned(mask: Any, length: int = 400, block_size: tuple[int, int] = (64, 64)) -> tuple[Aligned, Any]:
     plan = MaskPlan(mask, Size(2, 2, length, length, CPU), block_size=block_size)
-    aligned, look = Aligned.of(plan)
-    if look is not None:
+    aligned, looks = Aligned.of(plan)
+    for look in looks:
         look.confirm()
     aligned = aligned.for_batch(plan.block_mask.kv_num_blocks.shape[0])
     return aligned, aligned.block_mask(plan.block_mask)
@@ -120,6 +123,23 @@ def test_broken_promises_give_nan() -> None:
     aligned, _ = Aligned.of(MaskPlan(mask, size))
     x = torch.randn(2, 2, 400, 8)
     assert aligned.taken(aligned.laid(x)).isnan().all()
+
+
+def test_more_documents_than_the_first_are_found_out() -> None:
+    """By a look, once the kernel is launched: their slots are made for as many documents in a row as the first had."""
+    first = MaskPlan(
+        get_mask("document", document_ids=_ids(200, 200)) & get_mask(every_third), Size(1, 2, 400, 400, CPU)
+    )
+    slots = [Aligned.of(first)[0].table.shape]
+    for lens in ((1, 399), (50,) * 8):
+        plan = first.template().with_tensors([_ids(*lens)])
+        aligned, looks = Aligned.of(plan)
+        slots.append(aligned.table.shape)
+        if len(lens) <= 2:
+            list(map(Look.confirm, looks))
+    assert len({*slots}) == 1
+    with pytest.raises(Unfit, match="2 documents in a row at most"):
+        list(map(Look.confirm, looks))
 
 
 def test_tokens_go_into_slots_and_back() -> None:
@@ -296,43 +316,51 @@ KINDS = {
 _LOCAL = {"prefix": ("offsets", "varlen", "compiled")}  # ways that say a mask inside documents
 
 
-def _cases() -> Iterator[Any]:
-    for kind, dtype, shape in (
-        ("causal", torch.float32, (4, 4, 64)),
-        ("causal", torch.float32, (4, 2, 128)),
-        ("window", torch.float32, (4, 2, 64)),
-        ("alibi", torch.bfloat16, (4, 4, 64)),
-        ("alibi", torch.bfloat16, (8, 2, 128)),
-        ("alibi", torch.float16, (4, 2, 96)),
-        ("alibi", torch.float32, (4, 4, 64)),
-        ("prefix", torch.bfloat16, (4, 2, 64)),
-        ("prefix", torch.float32, (2, 2, 128)),
-        ("function", torch.bfloat16, (4, 4, 128)),
-        ("function and alibi", torch.float16, (4, 2, 64)),
-        ("function", torch.float32, (2, 1, 256)),
-    ):
-        yield pytest.param(kind, dtype, shape, marks=pytest.mark.gpu)
+_CASES = [
+    ("causal", torch.float32, (4, 4, 64)),
+    ("causal", torch.float32, (4, 2, 128)),
+    ("window", torch.float32, (4, 2, 64)),
+    ("alibi", torch.bfloat16, (4, 4, 64)),
+    ("alibi", torch.bfloat16, (8, 2, 128)),
+    ("alibi", torch.float16, (4, 2, 96)),
+    ("prefix", torch.bfloat16, (4, 2, 64)),
+    ("prefix", torch.float32, (2, 2, 128)),
+    ("function", torch.float32, (2, 1, 256)),
+    ("function and alibi", torch.float16, (4, 2, 64)),
+]
+_WAYS = [  # those of a case in one process, which compiles once
+    pytest.param(n, way, marks=[pytest.mark.gpu, pytest.mark.xdist_group(f"flex {n}")])
+    for n, (kind, *_) in enumerate(_CASES)
+    for way in _LOCAL.get(kind, WAYS)
+]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "shape"), list(_cases()))
-def test_training(kind: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    """Output, lse and gradients of packed sequences are those of each one alone."""
-    made, wrong = _sequences("cuda", shape, dtype), []
+@functools.cache
+def _each_alone(n: int) -> list[tuple[Tensor, ...]]:
+    kind, dtype, shape = _CASES[n]
+    made = _sequences("cuda", shape, dtype)
     with flexmasks.invariant():
-        want = _alone(made, KINDS[kind])
-    for way in _LOCAL.get(kind, WAYS):
-        with contextlib.nullcontext() if way == "plan" else flexmasks.invariant():
-            got = WAYS[way](made, KINDS[kind])
-        for n, (one, other) in enumerate(zip(got, want, strict=True)):
-            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), one, other, strict=True):
-                wrong += [] if torch.equal(x, y) else [(way, made.lens[n], name)]
-    assert not wrong
+        found = _alone(made, KINDS[kind])
     span = made.spans()[4]
     q, k, v = (x[span].transpose(0, 1)[None].double() for x in made.tensors[:3])
     given = {"mask": KINDS[kind].mask, "return_lse": True, **KINDS[kind].given(made)}
     out, lse = flexmasks.attention(q, k, v, backend="reference", **given)
-    assert error(want[4][0], out[0].transpose(0, 1)) < TOLERANCE[dtype]
-    assert error(want[4][1], lse[0].t()) < TOLERANCE[dtype]
+    assert error(found[4][0], out[0].transpose(0, 1)) < TOLERANCE[dtype]
+    assert error(found[4][1], lse[0].t()) < TOLERANCE[dtype]
+    return found
+
+
+@pytest.mark.parametrize(("n", "way"), _WAYS)
+def test_training(n: int, way: str) -> None:
+    """Output, lse and gradients of packed sequences are those of each one alone."""
+    kind, dtype, shape = _CASES[n]
+    made, wrong = _sequences("cuda", shape, dtype), []
+    with contextlib.nullcontext() if way == "plan" else flexmasks.invariant():
+        got = WAYS[way](made, KINDS[kind])
+    for length, one, other in zip(made.lens, got, _each_alone(n), strict=True):
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), one, other, strict=True):
+            wrong += [] if torch.equal(x, y) else [(length, name)]
+    assert not wrong
 
 
 @pytest.mark.gpu
