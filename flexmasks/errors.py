@@ -32,6 +32,10 @@ class Unfit(Exception):
     """
 
 
+class Outgrown(Unfit):
+    """Error of a form that has no room for these values: one that is planned from the start may have it."""
+
+
 def is_wrong_bound(error: Exception) -> bool:
     """Return whether a kernel for the CPU compared an index with a wrong bound.
 

@@ -206,7 +206,7 @@ def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = Fa
             if ran is not None:
                 result, planned = ran
                 if known is not None and result.ready is not None:
-                    keep(known, result.ready, planned)
+                    keep(known, result, planned)
                 return result.out, result.lse
         return _run_without_pages(q, cache, request)
     except ValueError as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import Call, Inputs, Kind, Operand, Plans, Ready, RefusedByAll, Result
+from flexmasks.backends.call import Call, Inputs, Kernel, Kind, Operand, Plans, Ready, RefusedByAll, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, is_not_here, made_ready, only_choice, why_not
@@ -28,7 +28,7 @@ from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.context import Context, invariant, is_invariant
-from flexmasks.errors import passing_error, raise_to_user
+from flexmasks.errors import Outgrown, Unfit, passing_error, raise_to_user
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
 from flexmasks.plans.alignment import aligned
@@ -54,6 +54,7 @@ _OFFSETS = int, str, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _KINDS_ON = ("cuda",)
 _DIMS = 4  # of q, k and v
+Results = tuple[Tensor, Tensor | None]  # output, and lse if it is wanted
 _CPU = torch.device("cpu")
 
 
@@ -155,7 +156,7 @@ def _attend(
         now = known_call(q, k, v, request, context)
         # Another thread may have changed a variable or a tensor meanwhile.
         if now is not None and now.is_same(known) and states == list(map(identity, now.tensors)):
-            keep(known, result.ready, planned)
+            keep(known, result, planned)
     return with_sinks_of(result, request)
 
 
@@ -165,9 +166,10 @@ def _attend_by_plan(
     """Return what `_attend` does, by a plan that owns its tensors and has what its earlier calls made ready."""
     key, captures = _key_of_sizes(q, k, v, request, context), bool(held.tensors) and context.is_capturing
     launch, state = held.launch(key)
+    refused: Kernel | None = None
     if launch is not None and not (captures and held.of_one_step):
         launch.is_in_graph |= captures
-        results = _run_ready(launch.ready, q, k, v, request)
+        results, refused = _run_ready(launch.ready, q, k, v, request)
         if results is not None:
             return results
         held.launches.pop(key, None)
@@ -180,15 +182,15 @@ def _attend_by_plan(
             held.keep(key, Launch(found), state)
         return results
     known = None if key is None or captures else known_call(q, k, v, request, context, key)
-    launch = None if known is None else _launch_of_kind(known)
-    results = None if launch is None else _run_ready(launch.ready, q, k, v, request)
-    if launch is not None and results is not None:
-        held.keep(key, launch, state)
-        return results
+    if known is not None:
+        results, launch = _run_by_kind(known, q, k, v, request, refused, keeps=False)
+        if launch is not None and results is not None:
+            held.keep(key, launch, state)
+            return results
     result, planned = run_first_time(q, k, v, with_lse_for_sinks(request), context)
     if known is not None and result.ready is not None and planned is not None and planned.call.holds_aliases:
-        held.keep(key, Launch(result.ready, planned.plans), state)
-        _keep_kind(known, result.ready, planned)
+        held.keep(key, Launch(result.ready, planned.plans, has_faster=result.faster is not None), state)
+        _keep_kind(known, result, planned)
     return with_sinks_of(result, request)
 
 
@@ -237,82 +239,133 @@ class Known(NamedTuple):
         return self.key == other.key and list(map(id, self.tensors)) == list(map(id, other.tensors))
 
 
-def run_known(known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
+def run_known(known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Results | None:
     """Return output and lse of a call that was made before, or None. What fails now is forgotten."""
-    ready = _READY.get(*known) or _of_kind(known)
-    results = None if ready is None else _run_ready(ready, q, k, v, request)
-    if ready is not None and results is None:
+    ready = _READY.get(*known)
+    if ready is None:
+        return _run_by_kind(known, q, k, v, request)[0]
+    results, refused = _run_ready(ready, q, k, v, request)
+    if results is None:
         _READY.drop(*known)
+        if refused is not None:
+            return _run_by_kind(known, q, k, v, request, refused)[0]
         _CALL_KINDS.drop((known.key, *_layouts(known.tensors)))
     return results
 
 
-def _run_ready(ready: Ready, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None] | None:
-    """Return output and lse of a call whose forms are made, or None if it failed.
+def _run_by_kind(
+    known: Known, q: Tensor, k: Tensor, v: Tensor, request: Request, refused: Kernel | None = None, keeps: bool = True
+) -> tuple[Results | None, Launch | None]:
+    """Return output and lse of a call by the kind of such calls, and what ran it. None if it is to be planned.
+
+    refused: a kernel that has run the call, and then found that it does not fit the values of the tensors.
+    keeps: whether a call with the same tensors is to find what ran this one.
+    """
+    while True:
+        launch = _launch_of_kind(known, refused)
+        if launch is None:
+            return None, None
+        # What is kept would hold tensors that learn.
+        is_kept = keeps and not any(t.requires_grad for t in known.tensors)
+        if is_kept:
+            _keep_ready(known, launch.ready)
+        results, refused = _run_ready(launch.ready, q, k, v, request)
+        if results is not None:
+            return results, launch
+        if is_kept:
+            _READY.drop(*known)
+        if refused is None:
+            _CALL_KINDS.drop((known.key, *_layouts(known.tensors)))
+            return None, None
+
+
+def _run_ready(ready: Ready, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Results | None, Kernel | None]:
+    """Return output and lse of a call whose forms are made, or None if it failed, and the kernel if it has found that
+    it does not fit the values.
 
     A call that failed is planned again. Errors that say nothing about it are raised.
     """
     try:
         if request.sink_logits is None:
-            return ready.kernel(q, k, v, None, *ready.forms)
-        return with_sinks_of(ready(q, k, v, request.sink_logits), request)
+            return ready.kernel(q, k, v, None, *ready.forms), None
+        return with_sinks_of(ready(q, k, v, request.sink_logits), request), None
     except Exception as error:  # kernels raise errors of any type
         if isinstance(error, RefusedByAll) or passing_error(error) is not None:
             raise
-        return None
+        return None, ready.kernel if isinstance(error, Unfit) and not isinstance(error, Outgrown) else None
 
 
-def keep(known: Known, ready: Ready, planned: Planned) -> None:
-    """Keep a call for the same tensors, and its kind for others."""
+def keep(known: Known, result: Result, planned: Planned) -> None:
+    """Keep what made the result of a call for the same tensors, and its kind for others."""
     key, tensors = known
+    ready = cast(Ready, result.ready)
     if planned.call.holds_aliases:
         _READY.put(key, tensors, ready, ENTRY + ready.nbytes + planned.aliases.nbytes)
     elif not any(t.requires_grad for t in tensors):
         return
-    _keep_kind(known, ready, planned)
+    _keep_kind(known, result, planned)
 
 
-def _keep_kind(known: Known, ready: Ready, planned: Planned) -> None:
+def _keep_kind(known: Known, result: Result, planned: Planned) -> None:
     """Keep the kind of a call, for other tensors."""
-    if known.tensors and planned.call.device_type in _KINDS_ON:
-        with contextlib.suppress(Opaque):
-            kind = Kind(ready.kernel, planned.plans, known.tensors, planned.where_last)
-            _CALL_KINDS.put((known.key, *_layouts(known.tensors)), (), kind, ENTRY)
+    if not (known.tensors and planned.call.device_type in _KINDS_ON):
+        return
+    with contextlib.suppress(Opaque):
+        first, key = _kind_of(known, planned, cast(Ready, result.ready).kernel), (known.key, *_layouts(known.tensors))
+        former = _CALL_KINDS.get(key)
+        if first.kernel.fits_by_values:
+            first.others = None if former is None else former.others
+        elif former is not None and former.kernel.fits_by_values:
+            former.others, first = first, former
+        elif result.faster is not None:
+            others, first = first, _kind_of(known, planned, result.faster)
+            first.others, first.is_unrun = others, True
+            first.refuse()
+        _CALL_KINDS.put(key, (), first, 2 * ENTRY)
 
 
-def _launch_of_kind(known: Known) -> Launch | None:
-    """Return a call with these tensors, made by the kind of a call with other ones, or None."""
+def _kind_of(known: Known, planned: Planned, kernel: Kernel) -> Kind:
+    return Kind(kernel, planned.plans, known.tensors, planned.where_last)
+
+
+def _launch_of_kind(known: Known, refused: Kernel | None = None) -> Launch | None:
+    """Return a call with these tensors, made by the kind of a call with other ones, or None.
+
+    refused: a kernel that has run the call, and then found that it does not fit the values of the tensors.
+    """
     tensors = known.tensors
     if not tensors or tensors[0].device.type not in _KINDS_ON or not all(map(is_dense, tensors)):
         return None
-    kind = _CALL_KINDS.get((known.key, *_layouts(tensors)))
-    if kind is None:
-        return None
-    try:
-        plans = kind.plans(tensors)
-        return Launch(Ready(kind.kernel, kind.kernel.forms(plans)), plans)
-    except Exception as error:  # a form that is planned from the start may raise anything, which that call says
-        if passing_error(error) is not None:
-            raise
-        return None
+    first = _CALL_KINDS.get((known.key, *_layouts(tensors)))
+    for kind in () if first is None else first.in_turn(refused):
+        try:
+            made = kind.ready(tensors)
+        except Unfit as reason:
+            if isinstance(reason, Outgrown):
+                return None
+        except Exception as error:  # a form that is planned from the start may raise anything, which that call says
+            if passing_error(error) is not None:
+                raise
+            return None
+        else:
+            return None if kind.is_unrun else Launch(*made, has_faster=kind is not first)
+    return None
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
     """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
     known = known_call(q, k, v, request, Context.now(q.device))
-    return None if known is None else _READY.get(*known) or _of_kind(known)
-
-
-def _of_kind(known: Known) -> Ready | None:
-    """Return what the kind of such calls makes of tensors, or None if there was no call of the kind."""
-    launch, tensors = _launch_of_kind(known), known.tensors
-    if launch is None:
-        return None
-    ready: Ready = launch.ready
-    if not any(t.requires_grad for t in tensors):  # what is kept would hold them
-        copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
-        _READY.put(known.key, tensors, ready, ENTRY + ready.nbytes + copied)
+    ready = None if known is None else _READY.get(*known)
+    launch = None if known is None or ready is not None else _launch_of_kind(known)
+    if known is not None and launch is not None:
+        ready = launch.ready
+        _keep_ready(known, launch.ready)
     return ready
+
+
+def _keep_ready(known: Known, ready: Ready) -> None:
+    copied = sum(t.nbytes for t in known.tensors if not t.is_contiguous())
+    _READY.put(known.key, known.tensors, ready, ENTRY + ready.nbytes + copied)
 
 
 def _layouts(tensors: list[Tensor]) -> list[Hashable]:

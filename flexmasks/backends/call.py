@@ -16,7 +16,7 @@ from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.context import Context
-from flexmasks.errors import cannot_read, cannot_write, passing_error
+from flexmasks.errors import Outgrown, Unfit, cannot_read, cannot_write, passing_error
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import offset_of_last
@@ -135,6 +135,11 @@ class Kernel:
     why_data: str = ""  # why the kernel reads the mask as data, or ""
     uncompiled: Any = None  # of a kind whose calls wait with compiling, see `waiting.Uncompiled`
 
+    @property
+    def fits_by_values(self) -> bool:
+        """Whether it runs some calls of a kind only, and values of tensors tell which."""
+        return False
+
     def forms(self, plans: Plans) -> tuple[Any, ...]:
         """Return what the kernel reads of mask, score change and pages. Raises Unfit.
 
@@ -202,12 +207,14 @@ class Result(NamedTuple):
     """Output and lse of a call, and what runs it again if that may be kept.
 
     has_sinks: the kernel has folded the call's sinks into both.
+    faster: a kernel that would have run it, but for the values of its tensors.
     """
 
     out: Tensor
     lse: Tensor | None
     ready: Ready | None = None
     has_sinks: bool = False
+    faster: Kernel | None = None
 
 
 class Inputs(NamedTuple):
@@ -435,8 +442,15 @@ def _has_gradients(ready: Ready, inputs: Inputs) -> bool:
     return True
 
 
+_LONGEST_REST = 64  # calls of a kind for which a kernel that did not fit their values is not asked
+
+
 class Kind:
     """All calls that differ from a first one in the values of tensors only. It keeps no tensors."""
+
+    others: Kind | None = None  # runs those with values that the kernel does not fit
+    is_unrun = False  # no call has run by the kernel, which the first one did not fit
+    _refusals = _rest = 0  # refusals in a row, and for how many calls the kernel is not asked
 
     def __init__(self, kernel: Kernel, plans: Plans, tensors: Sequence[Tensor], where_last: Tensor | None) -> None:
         """Raises Opaque if the first call does not tell how others are planned.
@@ -465,6 +479,41 @@ class Kind:
         plans = [template.with_tensors([tensors[n] for n in places]) for template, places in self._plans]
         mask, score, *_ = *plans, None
         return Plans(mask, score, pages)
+
+    def in_turn(self, refused: Kernel | None = None) -> list[Kind]:
+        """Return this kind and that of other values, in the order in which a call is to try them.
+
+        refused: a kernel that has run the call, and then found that it does not fit the values.
+
+        After a refusal the next call asks the kernel again, before it runs. After more in a row fewer calls do, so that
+        those of values that never fit pay little for it.
+        """
+        if refused is None and not (self._rest and self.others):
+            return [self, self.others] if self.others else [self]
+        if refused is None:
+            self._rest -= 1
+        elif refused is self.kernel:
+            self.refuse()
+        return [self.others] if self.others and refused in (None, self.kernel) else []
+
+    def refuse(self) -> None:
+        """Note that the kernel does not fit the values of a call."""
+        self._refusals += 1
+        self._rest = min(2 ** (self._refusals - 1), _LONGEST_REST) - 1
+
+    def ready(self, tensors: Sequence[Tensor]) -> tuple[Ready, Plans]:
+        """Return the kernel with the forms of a call with these tensors, and its plans. Raises Unfit."""
+        plans = self.plans(tensors)
+        try:
+            made = Ready(self.kernel, self.kernel.forms(plans))
+            if self._refusals:
+                self.kernel.confirm(made.forms)
+                self._refusals = 0
+        except Unfit as reason:
+            if not isinstance(reason, Outgrown):
+                self.refuse()
+            raise
+        return made, plans
 
 
 def _place_of(tensor: Tensor, places: dict[int, int]) -> int:

@@ -286,6 +286,7 @@ class CudnnKernel(Kernel):
     needs_grad: bool
 
     key = "cudnn"
+    fits_by_values = True  # whether intervals are few
 
     def compiles(self, forms: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> str:
         return "yes, if it is the first call of these sizes and layouts: cuDNN compiles once for them"

@@ -233,6 +233,10 @@ class Fa4Kernel(_Fa4):
 
     key = "fa4"
 
+    @property
+    def fits_by_values(self) -> bool:
+        return self.window.by_look
+
     def instead_of_blocks(self, forms: tuple[Any, ...]) -> str:
         if self.window.by_look:
             return "none: the kernel is told where documents start; the host looks at new ids once, after its launch"

@@ -280,12 +280,16 @@ def run(call: Call, inputs: Inputs, name: str, otherwise: Callable[[], Result] |
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
     failures: dict[str, Exception] = {}
+    faster: Kernel | None = None
     for backend in _fastest_first(call):
         if _reason_against(backend, call) is not None:
             continue
+        kernel: Kernel | None = None
         try:
-            result = backend.kernel(call).first(call, inputs)
+            kernel = backend.kernel(call)
+            result = kernel.first(call, inputs)
         except Unfit:
+            faster = kernel if faster is None and kernel is not None and kernel.fits_by_values else faster
             continue
         except Exception as error:  # kernels raise errors of any type
             if isinstance(error, RefusedByAll) or passing_error(error) is not None:
@@ -296,7 +300,7 @@ def run(call: Call, inputs: Inputs, name: str, otherwise: Callable[[], Result] |
             _leave_out(name, call, failure)
         warn_of_order(backend.name, call)
         warn_of_dtypes(backend.name, call)
-        return result
+        return result if faster is None else result._replace(faster=faster)
     if otherwise is not None:
         result = otherwise()
         for name, failure in failures.items():

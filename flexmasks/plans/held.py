@@ -33,14 +33,20 @@ class Launch:
     """A kernel with its forms, which a plan has made ready for one kind of call.
 
     plans: what the forms were made of; a plan without tensors, which is never updated, needs none.
+    has_faster: whether another kernel would run the call, but for the values of its tensors.
     """
 
     ready: Any
     plans: Any = None
+    has_faster: bool = False
     is_in_graph: bool = False  # a CUDA graph holds it
 
     def again(self) -> Any:
-        """Return the kernel with forms of new values, or None if they cannot be made: the next call says why."""
+        """Return the kernel with forms of new values, or None if they cannot be made, as the next call says, or if that
+        call asks a faster kernel.
+        """
+        if self.has_faster and not self.is_in_graph:
+            return None
         mask, score = self.plans[:2]
         try:
             plans = self.plans._replace(mask=mask.again(), score=None if score is None else score.again())

@@ -22,7 +22,7 @@ from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import lists_of, made_of
 from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
-from flexmasks.errors import Unfit
+from flexmasks.errors import Outgrown, Unfit
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.bounds import RecordedPlan, SizedMask, plan_bounds, reads_made_tensors
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
@@ -247,7 +247,7 @@ class MaskPlan(ModifierPlan):
         if counts[0] < 0:
             _in_sequences(self.mask, unread(self.size, self.offset)).check()
         if abs(counts[0]) > room:
-            raise Unfit(f"the kernel was told of {room} documents at most, and there are {abs(counts[0])}")
+            raise Outgrown(f"the kernel was told of {room} documents at most, and there are {abs(counts[0])}")
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:

@@ -29,12 +29,13 @@ from flexmasks import Mask, compat, road
 from flexmasks.backends import fa4, fa4_functions, fa4_package, flex_flash
 from flexmasks.backends.call import Plans
 from flexmasks.backends.fa4 import Fa4Kernel, VarlenForm
+from flexmasks.backends.reference import _Reference
 from flexmasks.backends.table import BACKENDS
 from flexmasks.context import Context
 from flexmasks.errors import Unfit
 from flexmasks.kernels import tanh
 from flexmasks.plans.mask_plan import MaskPlan
-from flexmasks.plans.windows import Window, window_of
+from flexmasks.plans.windows import Look, Window, window_of
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 from flexmasks.spec.bands import Sequences
@@ -765,22 +766,84 @@ def test_more_documents_than_there_was_room_for() -> None:
     assert rooms == [65, 65, 257, 257]
 
 
-def test_calls_of_a_kind_are_right_for_any_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel starts before the host looks. What it finds too late, no result may show."""
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs calls of documents, on a CPU by the kinds of a GPU: "late" for a kernel whose values do not fit it."""
+    flexmasks.clear_caches()
     flash_double.replace(monkeypatch)
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     on_cpu = replace(BACKENDS["fa4"], refuses=lambda call: None if call.mask.window else "it knows only windows")
     monkeypatch.setitem(BACKENDS, "fa4", on_cpu)
-    kernels = []
+    names: list[str] = []
+    for name, kernel in (("fa4", Fa4Kernel), ("reference", _Reference)):
+
+        def call(*args: Any, name: str = name, kernel: Any = kernel.__call__) -> Any:
+            try:
+                results = kernel(*args)
+            except Unfit:
+                names.append("late")
+                raise
+            names.append(name)
+            return results
+
+        monkeypatch.setattr(kernel, "__call__", call)
+    return names
+
+
+def _scattered() -> Tensor:
+    return torch.randint(0, 3, (1, 100))
+
+
+def _attend_documents(ids: Tensor) -> None:
     q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)
-    scattered = torch.randint(0, 3, (1, 100))
-    for ids in (_ids([[30, 70]]), _ids([[1, 99]]), scattered, _ids([[50, 50]]), _ids([[1] * 100]), _ids([[20] * 5])):
-        mask = flexmasks.get_mask("document", document_ids=ids)
-        out = flexmasks.attention(q, k, v, mask=mask)
-        kernels.append(flexmasks.explain(q, k, v, mask=mask).backend)
-        want, _ = attend(q, k, v, flexmasks.dense_mask(mask, 100))
-        torch.testing.assert_close(out, want)
-    assert kernels == ["fa4", "fa4", "reference", "fa4", "fa4", "fa4"]
+    mask = flexmasks.get_mask("document", document_ids=ids)
+    want, _ = attend(q, k, v, flexmasks.dense_mask(mask, 100))
+    torch.testing.assert_close(flexmasks.attention(q, k, v, mask=mask), want)
+
+
+def test_calls_of_a_kind_are_right_for_any_documents(ran: list[str]) -> None:
+    """The kernel starts before the host looks. What it finds too late, no result may show."""
+    for ids in (_ids([[30, 70]]), _ids([[1, 99]]), _scattered(), _ids([[50, 50]]), _ids([[1] * 100]), _ids([[20] * 5])):
+        _attend_documents(ids)
+    assert ran == ["fa4", "fa4", "late", "reference", "fa4", "late", "fa4", "fa4"]  # 100 documents have no room
+
+
+@pytest.mark.parametrize("begin", [["fa4"], ["reference", "fa4"]])
+def test_scattered_documents_cost_their_own_calls_only(begin: list[str], ran: list[str]) -> None:
+    def run(letters: str) -> list[str]:
+        """Run calls of scattered documents, s, and of such as lie end to end, and return what ran them."""
+        ran.clear()
+        for letter in letters:
+            _attend_documents(_scattered() if letter == "s" else _ids([[30, 70]]))
+        return list(ran)
+
+    assert run("e" if len(begin) == 1 else "se") == begin
+    assert run("sesee") == ["late", "reference", "fa4", "late", "reference", "fa4", "fa4"]
+    assert run("s" * 200) == ["late", *["reference"] * 200]  # later ones look first, and ever fewer of them
+    assert run("e" * 70).index("fa4") < 64
+    assert set(run("e" * 5)) == {"fa4"}
+
+
+def test_few_calls_of_documents_that_stay_scattered_look(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(Look, "confirm", lambda look, confirm=Look.confirm: (looks.append(look), confirm(look))[1])
+    for _ in range(200):
+        _attend_documents(_scattered())
+    assert set(ran) == {"reference"}
+    assert len(looks) < 10
+
+
+def test_a_plan_with_new_documents_asks_the_faster_kernel_again(ran: list[str]) -> None:
+    q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)
+    mask = flexmasks.get_mask("document", document_ids=_scattered())
+    plan = flexmasks.plan(mask, 100, batch=1, heads=2)
+    for ids in (None, _ids([[30, 70]]), _scattered(), _ids([[50, 50]])):
+        if ids is not None:
+            plan.update(document_ids=ids)
+        for _ in range(2):
+            want, _ = attend(q, k, v, flexmasks.dense_mask(plan.mask, 100))
+            torch.testing.assert_close(flexmasks.attention(q, k, v, mask=plan), want)
+    assert ran == ["reference"] * 2 + ["fa4"] * 2 + ["late"] + ["reference"] * 2 + ["fa4"] * 2
 
 
 def test_documents_are_no_sequences_for_other_keys() -> None:
