@@ -184,8 +184,15 @@ def run_paged(
         if request.sink_logits is None:
             return _run_paged(q, cache, request)
         check_sinks(q, request.sink_logits)
+        if _must_fold_inside(q):
+            return _run_paged(q, cache, request)
         without = with_lse_for_sinks(request)._replace(sink_logits=None)
         return with_sinks_of(Result(*_run_paged(q, cache, without)), request)
+
+
+def _must_fold_inside(q: Tensor) -> bool:
+    """Whether sinks that are folded in behind the kernel would give bits that depend on what else is in the call."""
+    return is_invariant() and q.device.type == "cpu"
 
 
 def _run_paged(q: Tensor, cache: _Cache, request: Request, is_checked: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -293,7 +300,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     request = _with_values(request)
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
-    inner = with_lse_for_sinks(request)._replace(sink_logits=None)
+    sinks_after = None if _must_fold_inside(q) else request.sink_logits
+    inner = request if sinks_after is None else with_lse_for_sinks(request)._replace(sink_logits=None)
     mixed = _mixed(q, offsets, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -318,11 +326,12 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     if not inner.return_lse:
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
+    of_none = q.new_full((q.shape[1], 1), -math.inf, dtype=dtype)
+    lses.append(of_none if inner.sink_logits is None else inner.sink_logits.to(dtype)[:, None])
     lse = torch.cat(lses, 1).index_select(1, mixed.places)
-    if request.sink_logits is None:
+    if sinks_after is None:
         return out, lse
-    given = request.sink_logits, request.return_lse, is_invariant()
+    given = sinks_after, request.return_lse, is_invariant()
     out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, *given)
     return out.transpose(0, 1), lse_with_sinks
 

@@ -56,6 +56,14 @@ class Workers:
         count = min(threads, parts, _MAX_WORKERS)
         return cls(count, threads // count if count > 1 else 0)
 
+    @classmethod
+    def alone(cls, parts: int) -> Workers:
+        """Return threads for a call on a CPU, each of which computes every operation alone."""
+        threads = torch.get_num_threads()
+        if threads == 1 or compat.in_dispatch_mode() or has_torch_function((None,)):  # as in `of`
+            return cls(1, 0)
+        return cls(min(threads, parts, _MAX_WORKERS), 1)
+
     def all(self, works: Sequence[Callable[[], _Result]]) -> list[_Result]:
         """Return the results of functions that run at once."""
         if not self.threads_each:

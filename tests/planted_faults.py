@@ -31,6 +31,7 @@ _DISTRIBUTED = ("tests/world/test_distributed.py",)
 _EXCHANGED = ("tests/world/test_distributed_exchange.py", "tests/world/test_distributed.py")
 _HELD = ("tests/engine/test_plan_held.py",)
 _UPDATES = ("tests/engine/test_plan_updates.py",)
+_INVARIANT = ("tests/engine/test_invariant_on_cpu.py",)
 _PLACED = ("tests/calls/test_inside_compile.py::test_scores_see_where_queries_start",)
 
 FAULTS: list[Fault] = [
@@ -408,10 +409,19 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "backends/tiles_operator.py",
-        "score_mod, visible, scale)",
-        "score_mod, visible, None)",
+        "score_mod, visible, self.scale)\n        layout",
+        "score_mod, visible, None)\n        layout",
         _COMPILED,
     ),
+    Fault("backends/ordered.py", " & self._are_whole[1][kv]", "", _INVARIANT),
+    Fault(
+        "backends/ordered_places.py",
+        "of_q.gather(1, q_at), _ranks(of_q).gather(1, q_at), of_kv.gather(1, kv_at), _ranks(of_kv).gather(1, kv_at)",
+        "of_q.gather(1, q_at), q_at, of_kv.gather(1, kv_at), kv_at",
+        _INVARIANT,
+    ),
+    Fault("backends/ordered_places.py", "kv_at = places.kv_position - first", "kv_at = places.kv_position", _INVARIANT),
+    Fault("pages.py", 'return is_invariant() and q.device.type == "cpu"', "return False", _INVARIANT),
     Fault("inside_compile.py", "_bound(score, size, q_offset,", "_bound(score, size, 0,", _PLACED),
     Fault(
         "inside_compile.py",

@@ -26,7 +26,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -35,12 +35,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexmasks import compat
 from flexmasks.backends import tiles_operator
 from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
+from flexmasks.backends.ordered import Ordered
+from flexmasks.backends.ordered_places import Layout, why_unknown
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.backends.waiting import Uncompiled, uncompiled
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.context import is_traced_or_transformed
-from flexmasks.errors import passing_error
+from flexmasks.errors import Unfit, passing_error
 from flexmasks.kernels.direct import has_memory
 from flexmasks.spec.structure import flatten
 
@@ -52,9 +54,24 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def varies(call: Call) -> str | None:
+    """Return why results may depend on what else is in the call, or None."""
+    if call.device_type != "cpu":
+        return "on a GPU torch chooses the kernel of a product by the number of tiles"
+    if call.learns:
+        return "a tensor of the score learns, and its gradient is a sum over all sequences"
+    if call.context.has_transforms or call.context.is_transformed:
+        return "it gives transforms of torch.func and forward derivatives other operations to look into"
+    if call.is_traced and (not compat.IS_TESTED or (call.score is not None and call.score.opaque)):
+        return "torch's tracing looks into it"
+    return why_unknown(call.mask, call.is_traced)
+
+
 def kernel(call: Call) -> Kernel:
     if call.is_traced:
-        return tiles_operator.KernelInGraph(call.scale)
+        return tiles_operator.KernelInGraph(call.scale, call.context.is_invariant)
+    if call.context.is_invariant:
+        return _InOrder(call.scale)
     compiler_is_off = "torch._dynamo" in sys.modules and compat.compiler_is_off()  # loading it takes a second
     return _Reference(call.scale, compiler_is_off, uncompiled(call))
 
@@ -76,6 +93,44 @@ class _Reference(Kernel):
         if self.compiler_was_off and not compat.compiler_is_off():
             raise Unavailable("torch.compile is switched on again")
         return attend(q, k, v, forms[0].score_mod, forms[0].block_mask, self.scale)
+
+
+@dataclass(frozen=True)
+class _InOrder(Kernel):
+    """The reference inside `flexmasks.invariant`."""
+
+    scale: float | None
+
+    def forms(self, plans: Plans) -> tuple[BlocksAndScore, Layout]:
+        form = BlocksAndScore.of(plans)
+        if learned_by(form.score_mod, form.block_mask.kv_num_blocks.device) is None:
+            raise Unfit("what the score learns is not known, and its gradient is a sum over all sequences")
+        return form, Layout.of(plans.mask)
+
+    def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
+        return True  # what is folded in afterwards depends on where in a row of numbers it stands
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        (block_mask, score_mod), layout = forms
+        visible, check = Visible.of(block_mask), None
+        learned = [x for x in (q, k, v, sinks) if x is not None and x.requires_grad]
+        if learned and torch.is_grad_enabled():
+            mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
+            visible = visible._replace(mask_mod=cast(Callable[..., Tensor], mask_mod))
+        tiles = Ordered(q, k, score_mod, visible, self.scale, layout, sinks)
+        if check is None:
+            return tiles.forward(q, k, v)
+        with_sinks = [x for x in learned if x is sinks]
+        return _AttendByTiles.apply(tiles, _refuse_in_order, check, q, k, v, *with_sinks)  # type: ignore[no-any-return]
+
+
+def _refuse_in_order(*_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "flexmasks.attention: inside flexmasks.invariant() gradients on a CPU are neither differentiated nor computed "
+        "in batches; leave out create_graph=True and is_grads_batched=True, or make the call outside."
+    )
 
 
 def attend(
@@ -187,7 +242,7 @@ class _AttendByTiles(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tiles: Tiles,
+        tiles: Tiles | Ordered,
         by_slices: Callable[..., tuple[Tensor, Tensor]],
         check: Callable[[], None],
         *tensors: Tensor,

@@ -91,7 +91,8 @@ BACKENDS = {
             lacks=cudnn.why_unusable,
         ),
         Backend("short", short.refuses, short.kernel, can_be_traced=True),
-        Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True),
+        Backend("reference", reference.refuses, reference.kernel, reads_any_dtype=True, can_be_traced=True,
+            varies=reference.varies),
     )
 }  # fmt: skip
 _SIZE_FOR_BIAS = 32  # of a head, up to which "short" adds a bias as fast as others (H100)

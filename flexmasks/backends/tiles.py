@@ -119,7 +119,7 @@ class Tiles:
         def prepared() -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
             # One batch element if all share memory.
             keys, values = (self._by_group(x[:1] if x.stride(0) == 0 else x) for x in (k, v))
-            finite_values = _zero_nonfinite(values)
+            finite_values = zero_nonfinite(values)
             nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
@@ -180,8 +180,8 @@ class Tiles:
                 q=q,
                 keys=keys,
                 values=values,
-                finite_q=_zero_nonfinite(q),
-                finite_keys=_zero_nonfinite(keys),
+                finite_q=zero_nonfinite(q),
+                finite_keys=zero_nonfinite(keys),
                 grad_out=rows,
                 delta=(rows.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None],
                 shift=torch.where(sees_something, lse[..., None] * -self._base, -math.inf),
@@ -464,7 +464,7 @@ def _used_columns(partial: Tensor, full: Tensor) -> list[int]:
     return (partial | full).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
 
 
-def _zero_nonfinite(x: Tensor) -> Tensor:
+def zero_nonfinite(x: Tensor) -> Tensor:
     """Return the tensor with 0 in place of NaN and infinity. The tensor itself is returned if its sum is finite."""
     if x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():  # the usual case, in one pass
         return x

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import Kernel, Plans
 from flexmasks.backends.encoded import Encoded
+from flexmasks.backends.ordered import Ordered
+from flexmasks.backends.ordered_places import Layout
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.bits import BITS, visible_in_words, words_of_pairs
@@ -39,6 +41,7 @@ class KernelInGraph(Kernel):
     """The reference on a CPU, where reading the values of tensors waits for nothing, by one node of a graph."""
 
     scale: float | None
+    in_order: bool  # as `flexmasks.invariant` wants it
 
     def forms(self, plans: Plans) -> tuple[tuple[Tensor, ...], Encoded]:
         """Return which blocks are partial and which full, bool [B or 1, H or 1, rows, columns], and what is encoded.
@@ -51,48 +54,63 @@ class KernelInGraph(Kernel):
         plan = plan if plan.is_given else plan.resized(block_size_for(plan.size))
         return of_block_mask(plan.block_mask), encoded._replace(block_size=plan.block_size)
 
+    def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
+        return self.in_order
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
     ) -> tuple[Tensor, Tensor | None]:
         blocks, encoded = forms
+        how = self.scale, self.in_order, sinks
         partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-        out, lse = torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, self.scale))
+        out, lse = torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, *how))
         return out, lse
 
 
 def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], encoded: Encoded) -> tuple[Tensor, ...]:
     """Return what `bits` does, by one node of a graph, which no compiler sees through."""
-    return torch.ops.flexmasks.bits(q, k, *_taken_apart(encoded, None), shape)  # type: ignore[no-any-return]
+    return torch.ops.flexmasks.bits(q, k, *_taken_apart(encoded), shape)  # type: ignore[no-any-return]
 
 
-def _taken_apart(encoded: Encoded, scale: float | None) -> tuple[Any, ...]:
+class _Call(NamedTuple):
+    """What the operator knows of a call."""
+
+    encoded: Encoded
+    scale: float | None
+    in_order: bool
+    sinks: Tensor | None
+
+    def tiles(
+        self, q: Tensor, k: Tensor, partial: Tensor, full: Tensor, plan: MaskPlan, score_mod: Any
+    ) -> Tiles | Ordered:
+        if partial.numel():
+            visible = Visible(plan.bound(), partial, full, plan.block_size)
+        else:
+            visible = Visible.of(cast(MaskPlan, plan.resized(block_size_for(plan.size))).block_mask)
+        if not self.in_order:
+            return Tiles(q, k, score_mod, visible, self.scale)
+        layout = Layout.of(plan)
+        return Ordered(q, k, score_mod, visible, self.scale, layout, self.sinks)
+
+
+def _taken_apart(
+    encoded: Encoded, scale: float | None = None, in_order: bool = False, sinks: Tensor | None = None
+) -> tuple[Any, ...]:
     leaves: list[Any] = []
-    text = text_of((*encoded, scale), leaves)
+    text = text_of((*encoded, scale, in_order, sinks), leaves)
     places = tuple(next((kind for kind, of_kind in _LISTS.items() if isinstance(x, of_kind)), x) for x in leaves)
     lists = ([x for x in leaves if isinstance(x, of_kind)] for of_kind in _LISTS.values())
     return *lists, repr((places, text))
 
 
-def _encoded(
-    tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str
-) -> tuple[Encoded, float | None]:
-    """Return mask and score, and the scale, of the operator's last arguments; the text says in which list each leaf is,
-    or has the leaf.
-    """
+def _call(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> _Call:
+    """Return what the operator's last arguments say; the text says in which list each leaf is, or has the leaf."""
     places, text = value_of_text(whole)
     lists = dict(zip(_LISTS, map(iter, (tensors, numbers, floats)), strict=True))
-    *encoded, scale = Flat(text, tuple([next(lists[x]) if isinstance(x, str) else x for x in places])).values()
-    return Encoded(*encoded), scale
-
-
-def _tiles(
-    q: Tensor, k: Tensor, partial: Tensor, full: Tensor, plan: MaskPlan, score_mod: Any, scale: float | None
-) -> Tiles:
-    if partial.numel():
-        visible = Visible(plan.bound(), partial, full, plan.block_size)
-    else:
-        visible = Visible.of(cast(MaskPlan, plan.resized(block_size_for(plan.size))).block_mask)
-    return Tiles(q, k, score_mod, visible, scale)
+    *encoded, scale, in_order, sinks = Flat(
+        text, tuple([next(lists[x]) if isinstance(x, str) else x for x in places])
+    ).values()
+    return _Call(Encoded(*encoded), scale, in_order, sinks)
 
 
 def _in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
@@ -110,9 +128,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leav
     """Compute the operator; `leaves` are its last arguments."""
 
     def compute() -> tuple[Tensor, Tensor]:
-        encoded, scale = _encoded(*leaves)
-        mask, score, *_ = encoded.plans(q, k)
-        return _tiles(q, k, partial, full, mask, score and score.mod(), scale).forward(q, k, v)
+        call = _call(*leaves)
+        mask, score, *_ = call.encoded.plans(q, k)
+        return call.tiles(q, k, partial, full, mask, score and score.mod()).forward(q, k, v)
 
     return _in_another_thread(compute, q.device)
 
@@ -131,7 +149,7 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
     words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
 
     def compute() -> None:
-        visible = over_indices(_encoded(*leaves)[0].plans(q, k).mask.bound())
+        visible = over_indices(_call(*leaves).encoded.plans(q, k).mask.bound())
         b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
         for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
             out.copy_(words_of_pairs(boolean(visible(b, h, part, kv), 4), (height, width))[:, :, 0])
@@ -154,12 +172,13 @@ def backward(
     roots = [given[place] for place in learned]
 
     def compute() -> tuple[list[Tensor], Sequence[Tensor | None]]:
-        encoded, scale = _encoded(given, *others)
-        mask, score, *_ = encoded.plans(q, k)
+        call = _call(given, *others)
+        mask, score, *_ = call.encoded.plans(q, k)
         with torch.enable_grad():
             score_mod = None if score is None else with_views(score.mod())
             inner = learned_by(score_mod, q.device) or []
-        tiles = _tiles(q, k, partial, full, mask, score_mod, scale)
+            inner += [x for x in [call.sinks] if x is not None and x.requires_grad]
+        tiles = call.tiles(q, k, partial, full, mask, score_mod)
         grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)
         # The score's function reads tensors that were made of the user's.
         found = torch.autograd.grad(inner, roots, grads, allow_unused=True) if inner else [None] * len(roots)
