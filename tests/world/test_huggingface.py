@@ -894,6 +894,15 @@ def test_packed_rows_by_cu_seq_lens() -> None:
     check_call(tensors, late, _plainly(*tensors, SAME & _causal() & (chunks[:, None] == chunks)), **given)
 
 
+def test_offsets_of_keys_that_are_a_copy() -> None:
+    """Transformers' collator makes two tensors. Kernels take windows only where queries and keys start together."""
+    found: list[str] = []
+    with hf_attention.watched(lambda module, query, key, arguments: found.append(repr(arguments["mask"]))):
+        for offsets in (OFFSETS, OFFSETS.clone(), torch.tensor([0, 8, 20], dtype=torch.int32)):
+            attend(nn.Module(), *_qkv(), None, cu_seq_lens_q=OFFSETS, cu_seq_lens_k=offsets)
+    assert ["kv_offsets" in text for text in found] == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["GptOss", "Llama"])
 def test_models_with_packed_rows_by_cu_seq_lens(name: str) -> None:
     """GPT-OSS makes its masks without position ids, so those alone leave the documents of a row together."""

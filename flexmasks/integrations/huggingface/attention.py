@@ -113,7 +113,7 @@ def attend(
         arguments: dict[str, Any] = {"block_mask": mask}
     else:
         if cu_seq_lens_q is not None:
-            own = packed(get_mask("full"), cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
+            own = packed(get_mask("full"), cu_seq_lens_q, _if_others(cu_seq_lens_k, cu_seq_lens_q))
             mask = own if mask.name == "full" else mask & own
         if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
             mask, q_offset = _as_rows(mask, query, key, cast(int | Tensor, q_offset)), 0
@@ -353,6 +353,18 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
     if not may_keep(given.device):
         return make(given, *sizes)
     return _DERIVED.made((make, *sizes), [given], lambda: make(given, *sizes), lambda x: x.nbytes)
+
+
+def _if_others(offsets: Tensor | None, known: Tensor) -> Tensor | None:
+    """Offsets, or None if they are the known ones: kernels take windows only where keys and queries start together."""
+    if offsets is None or offsets is known:
+        return None
+    if offsets.shape != known.shape or not may_keep(known.device):
+        return offsets
+    are_same = _DERIVED.made(
+        (_if_others,), [offsets, known], lambda: (offsets == known).all().cpu(), lambda x: x.nbytes
+    )
+    return None if bool(are_same) else offsets
 
 
 def _row(mask: Tensor, batch: int) -> Tensor:
