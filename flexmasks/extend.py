@@ -12,6 +12,7 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
+- What is true around a call: `is_invariant` says whether it is inside `flexmasks.invariant`.
 - Graphs: `is_compiling`, `constants` and `constant_in_graphs` are for torch.compile, `is_capturing` for CUDA graphs.
   `group_timeout` and `all_to_all_single` stand for names of torch's processes that are not public in all of its
   versions.
@@ -38,7 +39,7 @@ from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
-from flexmasks.context import is_capturing
+from flexmasks.context import is_capturing, is_invariant
 from flexmasks.kernels.wide import copy
 from flexmasks.planning import Plan
 from flexmasks.plans.held import Sizes
@@ -78,7 +79,8 @@ __all__ = [
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
-    "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout", "all_to_all_single",
+    "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
+    "all_to_all_single",
     "add_backend", "Backend", "Call", "Kernel", "Unavailable",
 ]  # fmt: skip
 

@@ -51,6 +51,12 @@ def register(name: str = "flexmasks") -> str:
     warning says so once. `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds `cu_seq_lens_q` and its like,
     by which the documents are kept apart here.
 
+    Inside `flexmasks.invariant` attention gives a text the same bits in `generate` with any cache, in batches padded on
+    either side, and in packed rows. Padding on the left, and keys that a cache with a window has dropped, cost a copy
+    of all keys at each call: texts of one length, and `DynamicCache()` without a config, which drops none, need none.
+    With activation checkpoints the backward pass must be inside, too. A compiled step of decoding runs attention
+    outside of its graphs. `recipes/same_bits.py` gives the rest of a model the same bits.
+
     When texts are padded on the left, the last padding predicts the first word of a text. To train without that
     prediction, whose row sees no key, give the first word the label -100.
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, attention, dense_mask, get_mask, get_score, packed, trees
 from flexmasks.extend import Kept, source_of
-from flexmasks.integrations.huggingface.late import GivenMask, LateMask, ShardedMask, check_type, may_keep
+from flexmasks.integrations.huggingface.late import DecodingMask, GivenMask, LateMask, ShardedMask, check_type, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 
@@ -30,6 +30,7 @@ _FAR = 1 << 30  # above every distance
 _log = logging.getLogger("flexmasks")
 _LOOKS = itertools.islice(itertools.count(), 100)  # at positions, to warn: each waits for the device
 
+_Result = tuple[Tensor, None]
 _Watch = Callable[[torch.nn.Module, Tensor, Tensor, dict[str, Any]], None]
 _WATCHING: list[_Watch] = []
 
@@ -48,6 +49,21 @@ def watched(watch: _Watch) -> Iterator[None]:
         _WATCHING.remove(watch)
 
 
+def _outside_graphs_in_decoding(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Let torch.compile leave out the calls of a function that get a DecodingMask."""
+    outside = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
+    ) -> _Result:
+        run = outside if isinstance(attention_mask, DecodingMask) else function
+        return run(module, query, key, value, attention_mask, **given)
+
+    return call
+
+
+@_outside_graphs_in_decoding
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -121,9 +137,21 @@ def attend(
     if isinstance(attention_mask, GivenMask) and mask is not attention_mask.plan:
         scores = [x for x in (attention_mask.plan.score, *scores) if x is not None]
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
+    rows = attention_mask.rows if isinstance(attention_mask, LateMask) else None
+    if rows is not None:
+        if cu_seq_lens_q is not None or biases:
+            fail(
+                f"inside flexmasks.invariant() the tokens of {type(module).__name__} are moved to the front of their "
+                "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q and "
+                "position_bias do not know of; pass texts without padding."
+            )
+        query, key, value = rows.queries(query), rows.keys(key), rows.keys(value)
+        plan = rows.plan
+        arguments = {"mask": plan} if may_keep(key.device) else {"mask": plan.mask, "q_offset": plan.q_offset}
     for watch in _WATCHING:
         watch(module, query, key, arguments)
     out = attention(query, key, value, **arguments, score=scores or None, **options)
+    out = out if rows is None else rows.output(out)
     return out.transpose(1, 2).contiguous(), None
 
 

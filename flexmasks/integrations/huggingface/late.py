@@ -10,9 +10,53 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, Plan, dense_mask, get_mask
-from flexmasks.extend import is_capturing, is_compiling, over_indices, plan_of_step
+from flexmasks.extend import is_capturing, is_compiling, is_invariant, over_indices, plan_of_step
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail, fail_sharded
+
+
+class Rows(NamedTuple):
+    """How the tokens of a step stand in a layer's tensors, and the plan for tokens that stand from the first place on.
+
+    Inside `flexmasks.invariant` a text has the same bits if its first key is the first one that a kernel reads. In a
+    layer's tensors padding stands before it, or a cache with a window has dropped keys.
+
+    padding: the number of places before each row's first token, int64 [batch], or None if there is no padding.
+    dropped: the number of keys that the cache has dropped.
+    moves_queries: whether padding stands before queries, too.
+    """
+
+    plan: Plan
+    padding: Tensor | None
+    dropped: int
+    moves_queries: bool
+
+    def to(self, device: torch.device | str) -> Rows:
+        return self._replace(padding=None if self.padding is None else self.padding.to(device))
+
+    def queries(self, query: Tensor) -> Tensor:
+        return _shifted(query, cast(Tensor, self.padding)) if self.moves_queries else query
+
+    def keys(self, key: Tensor) -> Tensor:
+        """Keys or values, [B, Hkv, KV, D], with anything in the places of those that no query sees."""
+        if self.padding is None:
+            return torch.nn.functional.pad(key, (0, 0, self.dropped, 0))
+        return _shifted(key, self.padding - self.dropped, key.shape[2] + self.dropped)
+
+    def output(self, out: Tensor) -> Tensor:
+        """The output of queries that were moved, where they stood, and 0 for padding."""
+        if not self.moves_queries:
+            return out
+        padding = cast(Tensor, self.padding)
+        is_padding = torch.arange(out.shape[2], device=out.device) < padding[:, None]
+        return _shifted(out, -padding).masked_fill(is_padding[:, None, :, None], 0)
+
+
+def _shifted(x: Tensor, count: Tensor, length: int | None = None) -> Tensor:
+    """Each row of [B, H, S, D] without its first `count` places, an int64 [B], which may be negative."""
+    place = torch.arange(x.shape[2] if length is None else length, device=x.device) + count[:, None]
+    place = place.clamp(0, x.shape[2] - 1)[:, None, :, None]
+    return x.gather(2, place.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 class LateMask(BlockMask):
@@ -23,6 +67,7 @@ class LateMask(BlockMask):
         layers may lie on several.
     shape: (batch, 1, queries, keys).
     device: the device of the model's tensors, and of the mask as booleans.
+    rows: how tokens are moved before `flexmasks.attention`, or None if they stay.
     """
 
     shape: tuple[int, int, int, int] = (0, 1, 0, 0)  # in place of a property of BlockMask
@@ -30,8 +75,14 @@ class LateMask(BlockMask):
     dtype = torch.bool  # by which models know that True is visible
 
     def __init__(
-        self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int], device: torch.device
+        self,
+        parts: Parts,
+        q_offset: int | Tensor,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        rows: Rows | None = None,
     ) -> None:
+        self.rows = rows
         self.parts = parts
         self.plan = plan_of_step(parts.mask(), *shape[2:], q_offset)
         self.shape = shape
@@ -62,7 +113,8 @@ class LateMask(BlockMask):
         if any(isinstance(x, torch.dtype) for x in (device, *given, *options.values())):
             _fail_for("to(dtype)")
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return LateMask(self.parts.to(device), q_offset, self.shape, torch.device(device))
+        rows = None if self.rows is None else self.rows.to(device)
+        return type(self)(self.parts.to(device), q_offset, self.shape, torch.device(device), rows)
 
     def to_dense(self) -> Tensor:
         """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
@@ -104,6 +156,13 @@ def _fail_for(operation: str) -> NoReturn:
         f"the model computes with its mask ({operation}), so it takes no attention function; use "
         'attn_implementation="eager".'
     )
+
+
+class DecodingMask(LateMask):
+    """The mask of a step of decoding inside `flexmasks.invariant`, which a compiled model gets.
+
+    Its numbers are new at each step, so attention is no part of the graph, which would compile again for each of them.
+    """
 
 
 class ShardedMask(LateMask):
@@ -200,7 +259,8 @@ def make_mask(
     """The mask of a step; transformers calls this function.
 
     A step of decoding with a static cache gets the only row of its mask, bool [batch, 1, 1, keys]: transformers makes
-    the mask outside of the compiled model, which would compile again for each new number in a LateMask.
+    the mask outside of the compiled model, which would compile again for each new number in a LateMask. Inside
+    `flexmasks.invariant` it gets the mask of other steps, because the bits of its result must be theirs.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the step.
@@ -228,7 +288,8 @@ def make_mask(
     if sharding is not None:
         return cast(ShardedMask, _of_part(sharding, step, attention_mask))
     padding = _padding(attention_mask, kv_offset, kv_length)
-    if q_length == 1 and not allow_is_causal_skip:
+    is_for_graph = q_length == 1 and not allow_is_causal_skip
+    if is_for_graph and not is_invariant():
         return _without_padding(step.visible(), padding)
     first_query = q_offset - kv_offset
     may_read = may_keep(device)
@@ -247,9 +308,61 @@ def make_mask(
         is_causal = any(m.name in ("causal", "sliding_window") for m in parts.others)
         is_real = attention_mask if is_causal and attention_mask.shape[-1] >= query_stop else padding
         padding = None if bool(is_real.all()) else padding
+    rows = None
+    if is_invariant() and (kv_offset or padding is not None) and isinstance(first_query, int):
+        real = None if padding is None else cast(Tensor, attention_mask)[:, : kv_offset + kv_length]
+        rows = _from_first_token(parts, step._replace(q_offset=first_query + kv_offset), real)
+        # Causal queries see no key behind them, so padding at the end of rows needs no mask.
+        padding = None if rows is None and _is_causal(parts) else padding
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
-    return LateMask(parts, first_query, step.shape, device)
+    kind = DecodingMask if is_for_graph and may_read else LateMask
+    return kind(parts, first_query, step.shape, device, rows)
+
+
+def _is_causal(parts: Parts) -> bool:
+    """Whether a mask shows the keys at some distances before each query."""
+    return len(parts.others) == 1 and parts.others[0].name in ("causal", "sliding_window") and not parts.packing
+
+
+def _from_first_token(parts: Parts, step: _Step, is_real: Tensor | None) -> Rows | None:
+    """How the tokens of a step are moved so that keys start with the first token of each row; None if they do.
+
+    is_real: bool [batch, tokens], False for padding, if there may be some.
+    """
+    first_query, dropped = cast(int, step.q_offset), step.kv_offset
+    _, _, q_length, kv_length = step.shape
+    padding = None
+    if is_real is not None:
+        if not may_keep(step.device):
+            _fail_invariant("it cannot read inside torch.compile or a CUDA graph where padding is", "leave it out")
+        is_real = is_real.bool()
+        is_start = is_real & ~torch.nn.functional.pad(is_real[:, :-1], (1, 0))
+        padding = is_start.long().argmax(1)
+        starts, longest = torch.stack([is_start.sum(1).amax(), padding.amax()]).tolist()
+        if starts > 1:
+            _fail_invariant("it has padding between tokens", "let the tokens of each row be contiguous")
+        if longest and first_query and longest > first_query:
+            _fail_invariant("chunks of the prompt end in its padding on the left", "pass the prompt as one chunk")
+        padding = padding if longest else None
+    if padding is None and not dropped:
+        return None
+    if not _is_causal(parts):
+        what = f"layers with the mask {parts.mask()!r} read keys from the first one on"
+        if padding is not None:
+            _fail_invariant(f"{what}, and it has padding on the left", "pad on the right, or pass texts of one length")
+        fail(
+            f"inside flexmasks.invariant() {what}, and the cache has dropped {dropped} of them; pass a cache that "
+            "keeps all, `past_key_values=transformers.DynamicCache()`."
+        )
+    moves_queries = padding is not None and first_query == 0
+    start = first_query if padding is None or moves_queries else first_query - padding
+    plan = plan_of_step(parts.mask(), q_length, kv_length + dropped, start)
+    return Rows(plan, padding, dropped, moves_queries)
+
+
+def _fail_invariant(problem: str, remedy: str) -> NoReturn:
+    fail(f"inside flexmasks.invariant() `attention_mask` is a problem: {problem}; {remedy}.")
 
 
 def _given(given: Mask | Plan, step: _Step) -> GivenMask:
