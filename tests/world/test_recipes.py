@@ -28,11 +28,11 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py") if path.name != "
 # Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "biases_that_learn.py", "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py",
-    "long_softmax_triton.py", "scaled_masked_softmax.py", "sequence_on_paper.py", "sequence_over_processes.py",
-    "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "long_softmax_triton.py", "same_bits.py", "scaled_masked_softmax.py", "sequence_on_paper.py",
+    "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
-NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
+NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate"), "same_bits.py": ("transformers",)}
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
@@ -133,8 +133,8 @@ def test_a_system_has_what_its_row_names(row: list[str]) -> None:
 def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
     named = {recipe for row in _systems() for recipe in _links(row[1])}
     others = {
-        "biases_that_learn.py", "hugging_face_packing.py", "packed_language_model.py", "sequence_on_paper.py",
-        "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
+        "biases_that_learn.py", "hugging_face_packing.py", "packed_language_model.py", "same_bits.py",
+        "sequence_on_paper.py", "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
     }  # fmt: skip
     assert named | others == set(RECIPES)
     assert not named & others
