@@ -61,6 +61,9 @@ class Aligned(NamedTuple):
     slots: Tensor  # int64 [B or 1, S], the slot of each token
     documents: Tensor  # int64 [B or 1, slots], the number of the slot's document
     is_wrong: Tensor  # bool, whether there are more documents than were promised
+    unpadded: Tensor | None = None  # int32, the number of tokens before the padding of a row; None if there is none
+    # Inside documents the mask is causal: slots tell it, as their distances are those of tokens, and padding is behind.
+    is_causal: bool = False
 
     @classmethod
     def of(cls, mask: MaskPlan) -> tuple[Aligned, tuple[Look, ...]]:
@@ -72,23 +75,29 @@ class Aligned(NamedTuple):
             step = math.lcm(*mask.block_size)
             room = -(-(size.q_len + torch.sym_min(in_row, size.q_len) * (step - 1)) // step) * step
             placed = _placed(made.q.long(), size.batch, size.q_len, room, step)
+            window = mask.window
+            is_causal = window is not None and window.has_sequences and (window.left, window.right) == (None, 0)
+            placed = placed._replace(is_causal=is_causal)
             if look is None:
-                return placed._replace(is_wrong=placed.is_wrong | (made.counts[0] < 0)), ()
+                before_padding = made.counts[0]
+                return placed._replace(is_wrong=placed.is_wrong | (before_padding < 0), unpadded=before_padding), ()
             return placed, (look, Look.at(placed.is_wrong.int().view(1), functools.partial(_judge, in_row)))
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self)
+        return sum(t.nbytes for t in self if isinstance(t, Tensor))
 
     def for_batch(self, batch: int) -> Aligned:
         """Return the slots of one row if they are those of all."""
         if batch > 1:
             return self
         table, tokens, slots, documents = (t[:1] for t in self[:4])
-        return Aligned(table, tokens, slots, documents, self.is_wrong)
+        return self._replace(table=table, tokens=tokens, slots=slots, documents=documents)
 
-    def block_mask(self, block_mask: compat.BlockMask) -> compat.BlockMask:
+    def block_mask(self, block_mask: compat.BlockMask, *, in_graph: bool = False) -> compat.BlockMask:
         """Return the BlockMask of slots for one of tokens, in one list, see `in_one_list`.
+
+        in_graph: the user's torch.compile may run flex_attention as a debugger does, which reads no lists.
 
         A block of slots is computed if a block of tokens is that has tokens of both its rows and its columns, and if it
         lies in one document.
@@ -108,8 +117,13 @@ class Aligned(NamedTuple):
                 shown = seen if shown is None else shown | seen
         is_one = rows.document[:, None, :, None] == columns.document[:, None, None, :]
         has_tokens = rows.has_tokens[:, None, :, None] & columns.has_tokens[:, None, None, :]
+        if self.unpadded is not None:
+            has_tokens = has_tokens & (rows.first < self.unpadded)[:, None, :, None]
         shown = (cast(Tensor, shown) & is_one & has_tokens).contiguous()
-        return _of_possible((length, length), shown, block_mask.BLOCK_SIZE, self._mask_mod(block_mask.mask_mod))
+        mask_mod = self._mask_mod(block_mask.mask_mod)
+        if self.is_causal:
+            mask_mod = self._causal_inside() if in_graph else _causal
+        return _of_possible((length, length), shown, block_mask.BLOCK_SIZE, mask_mod)
 
     def _blocks(self, size: int) -> _Blocks:
         table, tokens = self.table, self.tokens
@@ -126,9 +140,19 @@ class Aligned(NamedTuple):
 
         return visible
 
-    def score_mod(self, score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        if score_mod is None:
-            return None
+    def _causal_inside(self) -> Callable[..., Tensor]:
+        documents, has_rows = self.documents.int(), self.table.shape[0] > 1
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            row = b if has_rows else b % 1
+            return (j <= i) & (documents[row, i] == documents[row, j])
+
+        return visible
+
+    def score_mod(self, score_mod: Callable[..., Tensor] | None, *, is_relative: bool) -> Callable[..., Tensor] | None:
+        """is_relative: the score depends on distances alone."""
+        if score_mod is None or is_relative:
+            return score_mod
         table, has_rows, of_tokens = self.table, self.table.shape[0] > 1, score_mod
 
         def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -140,7 +164,7 @@ class Aligned(NamedTuple):
 
     def laid(self, x: Tensor) -> Tensor:
         """Return [B, H, slots, D] of [B, H, S, D]. A padded slot has what a token of its document has."""
-        return cast(Tensor, _Taken.apply(x, self.tokens, self.slots))
+        return cast(Tensor, _Taken.apply(x, self.tokens, self.slots, None))
 
     def like(self, x: Tensor) -> Tensor:
         """Return a tensor without memory that is like `laid(x)`."""
@@ -150,10 +174,15 @@ class Aligned(NamedTuple):
     def taken(self, x: Tensor) -> Tensor:
         """Return [B, H, S, D] of [B, H, slots, D], NaN if there are more documents than were promised.
 
-        The gradient of a padded slot is that of a token of its document: no query sees its key, and as a query it sees
-        nothing.
+        No key in a padded slot is seen. Its query sees nothing, or, where the mask is causal in slots, its gradient
+        is 0.
         """
-        return torch.where(self.is_wrong, math.nan, cast(Tensor, _Taken.apply(x, self.slots, self.tokens)))
+        padding = self.table < 0 if self.is_causal else None
+        return torch.where(self.is_wrong, math.nan, cast(Tensor, _Taken.apply(x, self.slots, self.tokens, padding)))
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
 
 
 def _judge(in_row: int, is_wrong: list[int]) -> None:
@@ -197,17 +226,21 @@ def _placed(starts: Tensor, batch: int, length: int, room: int, step: int) -> Al
 
 
 class _Taken(torch.autograd.Function):
-    """Rows of [B, H, S, D] by their numbers [B or 1, N], whose gradient is taken back by numbers, without any sum."""
+    """Rows of [B, H, S, D] by their numbers [B or 1, N], whose gradient is taken back by numbers, without any sum.
+
+    hidden: bool [B or 1, S], rows whose gradient is 0; None for none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(numbers, back)
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, back: Tensor, hidden: Tensor | None) -> Tensor:
+        ctx.save_for_backward(back, hidden)
         return _rows(x, numbers)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _, back = ctx.saved_tensors
-        return _rows(gradient, back), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back, hidden = ctx.saved_tensors
+        taken = _rows(gradient, back)
+        return taken if hidden is None else taken.masked_fill_(hidden[:, None, :, None], 0), None, None, None
 
 
 def _rows(x: Tensor, numbers: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chos
 from flexmasks.blocks.lists import lists_of
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.windows import Look
 from flexmasks.spec.structure import flatten
@@ -150,7 +151,8 @@ class FlexKernel(Kernel):
         if self._lengths == "aligned":
             aligned, looks = Aligned.of(plans.mask)
             aligned = aligned.for_batch(block_mask.kv_num_blocks.shape[0])
-            block_mask, score_mod = aligned.block_mask(block_mask), aligned.score_mod(score_mod)
+            block_mask = aligned.block_mask(block_mask)
+            score_mod = aligned.score_mod(score_mod, is_relative=_is_relative(plans))
             return (FlexForm(block_mask, score_mod, of_score, shapes, aligned, looks),)
         if self._is_invariant:
             block_mask = in_one_list(block_mask, full_are_hidden=plans.mask.is_given and not self.why_data)
@@ -248,6 +250,11 @@ class FlexKernel(Kernel):
         if self._needs_grad and not compat.is_compiling():
             out = with_gradients_once("flex", out, "CompiledFunction", by_compiler=True)
         return out, None if lse is None else lse.float()
+
+
+def _is_relative(plans: Plans) -> bool:
+    score: ScorePlan | None = plans.score
+    return score is not None and not score.opaque and score.score.is_relative()
 
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any], *, as_data: bool) -> dict[str, Any]:
@@ -419,7 +426,8 @@ class KernelInGraph(Kernel):
         if mask.documents is None:
             return (BlocksAndScore(padded.for_whole_blocks(in_one_list(block_mask)), score_mod),)
         aligned = Aligned.of(mask)[0].for_batch(block_mask.kv_num_blocks.shape[0])
-        return BlocksAndScore(aligned.block_mask(block_mask), aligned.score_mod(score_mod)), aligned
+        score_mod = aligned.score_mod(score_mod, is_relative=_is_relative(plans))
+        return BlocksAndScore(aligned.block_mask(block_mask, in_graph=True), score_mod), aligned
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import flexmasks
 from flexmasks import get_mask, get_score, inside_compile
-from flexmasks.backends import fa4, fa4_package, flex, flex_invariant, flex_kernels, kernel_tiles, table
+from flexmasks.backends import fa4, fa4_package, flex, flex_invariant, kernel_tiles, padded, table
 from flexmasks.backends.aligned import Aligned, in_one_list
 from flexmasks.backends.encoded import Encoded
 from flexmasks.blocks.lists import of_block_mask
@@ -87,6 +87,7 @@ _OF_DOCUMENTS = {
     & get_mask("causal"),
     "promised ids": get_mask("document", document_ids=_ids(*_LENS), contiguous=True, max_documents=5),
     "offsets": flexmasks.packed("prefix_lm", torch.tensor([0, 7, 7, 135, 300]), prefix_len=5),
+    "causal, with padding": flexmasks.packed("causal", torch.tensor([0, 7, 7, 135, 300])),
     "function": get_mask("document", document_ids=_ids(*_LENS)) & get_mask(every_third),
 }
 
@@ -110,7 +111,8 @@ def test_documents_start_at_blocks(name: str) -> None:
     for b, slots in enumerate(aligned.slots):
         got = shown[min(b, len(shown) - 1), 0]
         assert torch.equal(got[slots][:, slots], want[min(b, len(want) - 1), 0])
-        assert got.sum() == want[min(b, len(want) - 1), 0].sum()  # padding neither sees nor is seen
+        assert got[slots].sum() == want[min(b, len(want) - 1), 0].sum()  # no padding is seen
+        assert aligned.is_causal or not got[aligned.table[b] < 0].any()
         documents = aligned.documents[b][slots]
         starts = slots[torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])]
         assert (starts % 64 == 0).all()
@@ -150,10 +152,31 @@ def test_tokens_go_into_slots_and_back() -> None:
         laid, weights = aligned.laid(x), torch.randn(2, 3, 400, 4)
         assert torch.equal(aligned.taken(laid), x)
         assert aligned.like(x).shape == laid.shape
-        (gradient,) = torch.autograd.grad(aligned.taken(laid), x, weights)
+        of_slots, gradient = torch.autograd.grad(aligned.taken(laid), (laid, x), weights)
         assert torch.equal(gradient, weights)
+        is_padding = (aligned.table < 0).expand(2, -1)
+        assert aligned.is_causal == (name == "ids of each row") == (not of_slots.transpose(1, 2)[is_padding].any())
         ids = aligned.documents.expand(2, -1)[:, None, :, None].expand(2, 1, -1, 1).float()
         assert torch.equal(aligned.laid(aligned.taken(ids)), ids)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float | None, options: Any, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What torch's kernels compute of lists: uncompiled, flex_attention asks the function of a mask alone."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    if score_mod is not None:
+        scores = score_mod(scores, *torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij"))
+    scores = scores.masked_fill(~_shown(block_mask, *q.shape[:2]), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+    return weights @ v, lse if with_lse else None
+
+
+def _run(self: Any, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, *others: Any) -> Any:
+    attend = functools.partial(padded.with_padding, _attend) if padded.has_more_tokens(block_mask, q, k) else _attend
+    return attend(q, k, v, score_mod, block_mask, *others)
 
 
 @pytest.fixture
@@ -161,10 +184,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let flex run calls on a CPU inside `invariant`, without compiling."""
     flex_on_cpu = replace(table.BACKENDS["flex"], varies=flex_invariant._refuses_documents)
     monkeypatch.setitem(table.BACKENDS, "flex", flex_on_cpu)
-    monkeypatch.setattr(flex.Runner, "__call__", lambda self, *args: flex_kernels.flex(*args, ()))
+    monkeypatch.setattr(flex.Runner, "__call__", _run)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("score", [None, get_score("alibi")], ids=str)
 def test_calls_give_what_they_give_outside(on_cpu: None, score: Any) -> None:
     q, k, v = torch.randn(3, 2, 4, 400, 16)
@@ -174,6 +196,22 @@ def test_calls_give_what_they_give_outside(on_cpu: None, score: Any) -> None:
         with flexmasks.invariant():
             out = flexmasks.attention(q, k, v, backend="flex", **given)
         assert error(out, flexmasks.attention(q, k, v, backend="reference", **given)) < TOLERANCE[torch.float32]
+
+
+def test_graphs_give_what_calls_give(on_cpu: None) -> None:
+    """Also where a compiler for debugging reads no lists of blocks."""
+    q, k, v = torch.randn(3, 2, 4, 300, 16)
+    masks = [flexmasks.packed(inner, torch.tensor([0, 100, 130, 290])) for inner in ("causal", get_mask(every_third))]
+    masks += [get_mask("prefix_lm", prefix_len=90)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        with flexmasks.invariant():
+            return [flexmasks.attention(q, k, v, mask=mask, score="alibi", backend="flex") for mask in masks]
+
+    for mask, out in zip(masks, attend(q, k, v), strict=True):
+        want = flexmasks.attention(q, k, v, mask=mask, score="alibi", backend="reference")
+        assert error(out, want) < TOLERANCE[torch.float32]
 
 
 def test_scattered_documents_are_refused(on_cpu: None) -> None:
