@@ -24,7 +24,6 @@ from flexmasks.backends.call import (
     proven,
     raise_passing_error,
 )
-from flexmasks.backends.fa4_package import ARGUMENTS
 from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
@@ -316,9 +315,9 @@ class Fa4Kernel(_Fa4):
     ) -> tuple[Tensor, Tensor]:
         """Return output and lse of q, k and v [B, S, H, D or Dv], or of sequences [tokens, H, D or Dv]."""
         if self.is_traced:
-            in_order = [arguments.get(name) for name in ARGUMENTS]
-            given = counts, self.cap, self.adds_in_order
-            out, lse = fa4_functions.traced_forward(q, k, v, sinks, *in_order, *given, self.with_lse)
+            starts = [arguments.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+            arguments |= {"cap": self.cap, "in_order": self.adds_in_order, "lse_may_learn": self.with_lse}
+            out, lse = fa4_functions.traced_forward(q, k, v, sinks, counts, *starts, **arguments)
         else:
             out, lse = fa4_functions.Attend.apply(q, k, v, sinks, arguments, counts, self.cap, self.adds_in_order)
         return out, lse

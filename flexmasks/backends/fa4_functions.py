@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmasks.backends.call import ONCE_ONLY, differentiated_once
-from flexmasks.backends.fa4_package import ARGUMENTS, interface, is_small
+from flexmasks.backends.fa4_package import NUMBERS, interface, is_small
 from flexmasks.kernels.direct import on_gpu
 
 
@@ -136,91 +137,78 @@ def backward(
     return tuple(gradients[: 3 if sinks is None else 4])
 
 
-def _given(*in_order: Any) -> dict[str, Any]:
+# What both operators take, as schemas of torch have it.
+_OF_SEQUENCES = "Tensor? sinks, Tensor? counts, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_HOW = ", ".join([f"{kind} {name}=None" for name, kind in NUMBERS.items()]) + ", float? cap=None, bool in_order=False"
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    return torch.library.custom_op(f"flexmasks::{name}", mutates_args=(), device_types="cuda", schema=schema)
+
+
+def _given(starts: tuple[Tensor | None, ...], numbers: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the kernel, without those that are None."""
-    return {name: value for name, value in zip(ARGUMENTS, in_order, strict=True) if value is not None}
+    arguments = {**dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True)), **numbers}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-@torch.library.custom_op("flexmasks::fa4_forward", mutates_args=(), device_types="cuda")
+@_operator(
+    "fa4_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_OF_SEQUENCES}, *, {_HOW}, bool lse_may_learn=False) -> (Tensor, Tensor)",
+)
 def traced_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_q_len: int | None,
-    max_kv_len: int | None,
-    scale: float | None,
-    left: int | None,
-    right: int | None,
-    causal: bool | None,
-    counts: Tensor | None,
-    cap: float | None,
-    in_order: bool,
-    lse_may_learn: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, counts: Tensor | None, *starts: Tensor | None,
+    cap: float | None = None, in_order: bool = False, lse_may_learn: bool = False, **numbers: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and lse, as `Attend` does.
 
     lse_may_learn: the gradient of the lse counts.
     """
-    arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
-    return forward(q, k, v, arguments, cap, sinks, counts)
+    return forward(q, k, v, _given(starts, numbers), cap, sinks, counts)
 
 
 @traced_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("flexmasks::fa4_backward", mutates_args=(), device_types="cuda")
+@_operator(
+    "fa4_backward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, {_OF_SEQUENCES}, *, {_HOW}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
 def traced_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_q_len: int | None,
-    max_kv_len: int | None,
-    scale: float | None,
-    left: int | None,
-    right: int | None,
-    causal: bool | None,
-    counts: Tensor | None,
-    cap: float | None,
-    in_order: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+    sinks: Tensor | None, counts: Tensor | None, *starts: Tensor | None,
+    cap: float | None = None, in_order: bool = False, **numbers: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
-    arguments = _given(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, scale, left, right, causal)
-    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks, counts, in_order)
+    given = _given(starts, numbers), cap, sinks, counts, in_order
+    dq, dk, dv, *d_sinks = backward(q, k, v, out, lse, d_out, d_lse, *given)
     return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
 
 
 @traced_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+    sinks: Tensor | None, *_: Any, **how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_sinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_sinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *numbers, counts, cap, in_order, lse_may_learn = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k, counts)
-    ctx.numbers, ctx.how, ctx.lse_may_learn = numbers, (cap, in_order), lse_may_learn
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:])
+    ctx.how = dict(keyword_only_inputs)
+    ctx.lse_may_learn = ctx.how.pop("lse_may_learn")
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *saved, sinks, starts, kv_starts, counts = ctx.saved_tensors
+    saved = ctx.saved_tensors
     slopes = d_out, d_lse if ctx.lse_may_learn else None
-    dq, dk, dv, d_sinks = traced_backward(*saved, sinks, *slopes, starts, kv_starts, *ctx.numbers, counts, *ctx.how)
-    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 12
+    dq, dk, dv, d_sinks = traced_backward(*saved[:5], *slopes, *saved[5:], **ctx.how)
+    return dq, dk, dv, None if saved[5] is None else d_sinks, None, None, None
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

@@ -37,14 +37,14 @@ _LARGE_SIZES_ABOVE_HOPPER = ((192, 128), (256, 256))
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 
-# Names of the kernel's arguments, in the order of the operators below.
-ARGUMENTS = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-    "softmax_scale", "window_size_left", "window_size_right", "causal",
-)  # fmt: skip
+# The kernel's arguments but tensors, each with its type in a schema of torch.
+NUMBERS = {
+    "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "softmax_scale": "float?",
+    "window_size_left": "SymInt?", "window_size_right": "SymInt?", "causal": "bool?",
+}  # fmt: skip
 
 # The arguments that the library gives to functions of flash-attn-4, see `fa4_functions`.
-_FOR_BOTH = (*ARGUMENTS, "score_mod")
+_FOR_BOTH = ("cu_seqlens_q", "cu_seqlens_k", *NUMBERS, "score_mod")
 
 _NEEDED = {
     "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
