@@ -142,10 +142,13 @@ class Aligned(NamedTuple):
 
     def _causal_inside(self) -> Callable[..., Tensor]:
         documents, has_rows = self.documents.int(), self.table.shape[0] > 1
+        if self.unpadded is not None:
+            documents = torch.where(self.tokens < self.unpadded, documents, -1)
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             row = b if has_rows else b % 1
-            return (j <= i) & (documents[row, i] == documents[row, j])
+            own = documents[row, i]
+            return (j <= i) & (own == documents[row, j]) & (own >= 0)
 
         return visible
 
