@@ -169,7 +169,11 @@ class Ordered:
         if learned and self._sinks is not None:
             logits = self._sinks.expand(*ends.shape[:2], self._group, QUERIES).reshape(ends.shape)
             shares = (logits - ends).exp_().mul_(delta).view(*ends.shape[:2], self._group, -1)
-            of_sinks = [-shares.sum((1, 3)).flatten().to(learned[0].dtype)]
+            # Each sequence's own first, then in order: as if each had been a call of its own.
+            spans = torch.stack([self._layout.first, self._layout.end])
+            counts = spans.unique_consecutive(return_counts=True, dim=1)[1].tolist()
+            of_each = (-x.contiguous().sum((1, 3)).flatten().to(learned[0].dtype) for x in shares.split(counts, 1))
+            of_sinks = [functools.reduce(torch.add, of_each)]
         return (
             self._rows(of_q.mul_(self._scale), q).to(q.dtype),
             *(_in_place(self._layout.kv, grad, x).to(x.dtype) for grad, x in ((of_k, k), (of_v, v))),
