@@ -198,6 +198,14 @@ def test_calls_give_what_they_give_outside(on_cpu: None, score: Any) -> None:
         assert error(out, flexmasks.attention(q, k, v, backend="reference", **given)) < TOLERANCE[torch.float32]
 
 
+def test_explain_knows_slots(on_cpu: None) -> None:
+    q = torch.randn(1, 2, 400, 16)
+    with flexmasks.invariant():
+        found = flexmasks.explain(q, q, q, mask=_OF_DOCUMENTS["function"], backend="flex")
+    assert found.invariant == "yes"
+    assert found.compiles.startswith("yes")
+
+
 def test_graphs_give_what_calls_give(on_cpu: None) -> None:
     """Also where a compiler for debugging reads no lists of blocks."""
     q, k, v = torch.randn(3, 2, 4, 300, 16)
