@@ -29,7 +29,7 @@ _HEADS, _SIZE = 4, 8
 
 
 def _skipping(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return (q >= kv) & ((q + kv) % 3 != 1)
+    return (q >= kv) & ((q - kv) % 3 != 1)
 
 
 def _by_distance(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
