@@ -204,6 +204,19 @@ def test_padding_on_the_right_stays(kind: str) -> None:
     assert torch.equal(mask.to_dense()[0, 0, :6], shown[0, :6])
 
 
+def test_masks_of_steps_move_whole() -> None:
+    """From device to device, as the layers of a model may lie on several."""
+    decoding = make_mask(
+        2, 1, 9, 8, attention_mask=torch.arange(9) >= torch.tensor([[4], [0]]), allow_is_causal_skip=False
+    )
+    given = make_mask(2, 9, 9, attention_mask=flexmasks.get_mask("full"))
+    for mask in (decoding, given):
+        moved = mask.to("cpu")
+        assert type(moved) is type(mask) is not LateMask
+        assert moved.mask == mask.mask
+    assert torch.equal(decoding.to("cpu").rows.padding, torch.tensor([4, 0]))
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_compiled_decoding(name: str) -> None:

@@ -114,7 +114,7 @@ class LateMask(BlockMask):
             _fail_for("to(dtype)")
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
         rows = None if self.rows is None else self.rows.to(device)
-        return type(self)(self.parts.to(device), q_offset, self.shape, torch.device(device), rows)
+        return LateMask(self.parts.to(device), q_offset, self.shape, torch.device(device), rows)
 
     def to_dense(self) -> Tensor:
         """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
@@ -163,6 +163,10 @@ class DecodingMask(LateMask):
 
     Its numbers are new at each step, so attention is no part of the graph, which would compile again for each of them.
     """
+
+    def to(self, device: torch.device | str, *given: Any, **options: Any) -> DecodingMask:
+        moved = super().to(device, *given, **options)
+        return DecodingMask(moved.parts, moved.q_offset, moved.shape, moved.device, moved.rows)
 
 
 class ShardedMask(LateMask):
