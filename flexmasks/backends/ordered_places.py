@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
-from flexmasks.plans.sizes import Offset, sized, starts_of
+from flexmasks.plans.sizes import Offset, sized, starts_of, unread
+from flexmasks.spec.bands import band_of
 from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -39,6 +40,10 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
         return "where sequences start is not known of a function that only torch's tracing can read, or of bits"
     if any(_is(m, "paged") for m in plan.mask.inside()):
         return "keys in pages lie in any order; flexmasks.paged_attention puts them in their own"
+    for inner in _joined(plan.mask):
+        band = None if inner.definition.by_library else band_of(inner, unread(plan.size, plan.offset))
+        if band is not None and band.sequences is not None:
+            return f"of masks with sequences it knows document, cross_document and packed, not {inner.name}"
     cutting = list(filter(_cuts, plan.mask.inside()))
     if len(cutting) > 1:
         return f"it knows documents alone, not inside others, and the mask has {cutting[0].name} and {cutting[1].name}"

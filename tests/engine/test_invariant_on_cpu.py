@@ -24,6 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flexmasks
 from flexmasks import get_mask
 from flexmasks.backends import ordered, ordered_places
+from flexmasks.spec import Band, Mask, in_sequences
+from flexmasks.spec.definitions import define
 
 _HEADS, _SIZE = 4, 8
 
@@ -407,6 +409,13 @@ def _foreign(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q >= kv
 
 
+def _halves(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q < 50) == (kv < 50)
+
+
+_of_user = define("mask", _halves, "halves", band=lambda size: in_sequences(Band(), size, torch.tensor([0, 50, 100])))
+
+
 def _documents() -> flexmasks.Mask:
     return get_mask("document", document_ids=torch.arange(100) // 40)
 
@@ -416,6 +425,7 @@ def _documents() -> flexmasks.Mask:
     [
         (lambda: {"mask": _documents() | get_mask("causal")}, "knows document as the mask or joined to others by &"),
         (lambda: {"mask": flexmasks.packed(_documents(), [0, 100])}, "has packed and document"),
+        (lambda: {"mask": Mask.of(_of_user, {})}, "knows document, cross_document and packed, not halves"),
         (
             lambda: {
                 "mask": "paged",
