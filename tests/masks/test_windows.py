@@ -768,14 +768,19 @@ def test_more_documents_than_there_was_room_for() -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What runs calls of documents, on a CPU by the kinds of a GPU: "late" for a kernel whose values do not fit it."""
+    """What runs calls of documents, see `_noted`, on a CPU by the kinds of a GPU."""
     flexmasks.clear_caches()
     flash_double.replace(monkeypatch)
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
     on_cpu = replace(BACKENDS["fa4"], refuses=lambda call: None if call.mask.window else "it knows only windows")
     monkeypatch.setitem(BACKENDS, "fa4", on_cpu)
+    return _noted(monkeypatch, fa4=Fa4Kernel, reference=_Reference)
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch, **kernels: Any) -> list[str]:
+    """Return a list that gets the names of kernels that run, and "late" for one whose values do not fit it."""
     names: list[str] = []
-    for name, kernel in (("fa4", Fa4Kernel), ("reference", _Reference)):
+    for name, kernel in kernels.items():
 
         def call(*args: Any, name: str = name, kernel: Any = kernel.__call__) -> Any:
             try:
@@ -822,6 +827,21 @@ def test_scattered_documents_cost_their_own_calls_only(begin: list[str], ran: li
     assert run("s" * 200) == ["late", *["reference"] * 200]  # later ones look first, and ever fewer of them
     assert run("e" * 70).index("fa4") < 64
     assert set(run("e" * 5)) == {"fa4"}
+
+
+@pytest.mark.gpu
+def test_scattered_documents_cost_their_own_calls_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    flexmasks.clear_caches()
+    names = _noted(monkeypatch, fa4=Fa4Kernel)
+    q, k, v = torch.randn(3, 2, 16, 16384, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    for letter in "esesese":
+        ids = (torch.arange(16384, device="cuda") // 100).repeat(2, 1)
+        ids[1, -1] = 0 if letter == "s" else ids[1, -1]
+        mask = flexmasks.get_mask("document", document_ids=ids) & flexmasks.get_mask("causal")
+        want = flexmasks.attention(q, k, v, mask=mask, backend="flex")
+        assert error(flexmasks.attention(q, k, v, mask=mask), want) < TOLERANCE[torch.bfloat16]
+    assert names == ["fa4", *["late", "fa4"] * 3]
 
 
 def test_few_calls_of_documents_that_stay_scattered_look(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
