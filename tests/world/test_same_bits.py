@@ -144,6 +144,28 @@ def test_training(device: str, which: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_training_on_padded_rows(side: str, device: str) -> None:
+    own, texts = model("Llama", device), _texts(device, (28, 3, 37))
+    inputs = _padded(texts, side)
+    is_real = inputs["attention_mask"].bool()
+    positions = torch.where(is_real, is_real.cumsum(1) - 1, 0)
+    gradients = []
+    for in_rows in (True, False):
+        own.zero_grad()
+        if in_rows:
+            logits = own(**inputs, position_ids=positions, use_cache=False).logits[is_real]
+            logits.float().square().sum().backward()
+        else:
+            for text in texts:
+                _logits("Llama", [text])[0].square().sum().backward()
+        gradients.append({n: p.grad for n, p in own.named_parameters()})
+    for n, gradient in gradients[0].items():
+        assert gradient.any()
+        assert torch.equal(gradient, gradients[1][n]), n
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", one_in(2, ["Llama", "Gemma3"]))
 def test_other_batches(name: str, device: str) -> None:
     """Padding on both sides, a prompt in chunks, and a cache that goes on with several tokens."""
