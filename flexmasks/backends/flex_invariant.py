@@ -47,7 +47,9 @@ def _refuses_kind(call: Call) -> str | None:
 
     Whether the call needs gradients is not asked: a rollout needs none.
     """
-    if call.q.dtype not in HALF_DTYPES or (call.score is not None and call.cap is None):
+    if call.q.dtype not in HALF_DTYPES or call.k.dtype != call.q.dtype:
+        return None
+    if call.score is not None and call.cap is None:
         return None
     without_gradients = replace(call, needs_grad=False, learns=False)
     if fa4_package.refuses_package(without_gradients) or fa4.varies(call):
@@ -78,7 +80,10 @@ def _refuses_documents(call: Call) -> str | None:
     mask = call.mask
     if isinstance(mask, GivenPlan) or mask.opaque:  # of a user's function, whose rows are sequences
         return None
-    if any(m.definition.by_library and m.name == "key_padding" for m in mask.mask.inside()):
+    names = {m.name for m in mask.mask.inside() if m.definition.by_library}
+    if "paged" in names:
+        return "keys in pages lie in any order; flexmasks.paged_attention puts them in their own"
+    if "key_padding" in names:
         return (
             "marks of padding do not say where a sequence starts: pass how many keys each has, by the mask `padding`, "
             "with the padding behind them"

@@ -91,22 +91,22 @@ def documents_of(mask: Mask, size: Size) -> Band | None:
         if len(found) > 1:
             raise Unfit("it knows where documents start for one set of documents, and this mask has several")
         return found[0] if found else None
-    if not holds_documents(mask):
-        return None
-    band = None
-    if mask.definition.by_library and mask.name == "document":
+    by_library, band = mask.definition.by_library, None
+    if not by_library or mask.name == "document":
         band = band_of(mask, size)
-    elif mask.definition.by_library and mask.name == "packed":
+    elif mask.name == "packed":
         places = mask.checked(size)
         is_nested = holds_documents(places.pop("inner"))
         band = None if is_nested or not is_zero(places.get("q_start", 0)) else in_sequences(Band(), size, **places)
+    if not holds_documents(mask) and (band is None or band.sequences is None):
+        return None
     if band is None or band.has_other_keys or not is_zero(size.q_offset):
         raise Unfit(
             "it must know where documents start: pass them by `packed`, or by ids of documents that lie end to end, "
             "inside torch.compile with contiguous=True; as a whole mask or joined to others by `&`, for as many "
             "queries as keys"
         )
-    return band
+    return replace(band, left=None, right=None)
 
 
 def holds_documents(mask: Any) -> bool:

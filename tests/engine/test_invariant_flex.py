@@ -30,6 +30,8 @@ from flexmasks.errors import Unfit
 from flexmasks.kernels.row_products import less_row_products
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.windows import Look
+from flexmasks.spec import Band, Mask, in_sequences
+from flexmasks.spec.definitions import define
 from flexmasks.spec.encoding import encode
 from flexmasks.spec.parameters import Size
 
@@ -80,6 +82,13 @@ def test_full_blocks_stay_full() -> None:
     assert torch.equal(shown, flexmasks.dense_mask("causal", 256))
 
 
+def halves(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return ((q < 150) == (kv < 150)) & (q >= kv)
+
+
+_OF_USER = define(
+    "mask", halves, "halves", band=lambda size: in_sequences(Band(right=0), size, torch.tensor([0, 150, 400]))
+)
 _LENS = (100, 1, 99, 128, 72)
 _OF_DOCUMENTS = {
     "ids": get_mask("document", document_ids=_ids(*_LENS)) & get_mask("prefix_lm", prefix_len=90),
@@ -89,6 +98,7 @@ _OF_DOCUMENTS = {
     "offsets": flexmasks.packed("prefix_lm", torch.tensor([0, 7, 7, 135, 300]), prefix_len=5),
     "causal, with padding": flexmasks.packed("causal", torch.tensor([0, 7, 7, 135, 300])),
     "function": get_mask("document", document_ids=_ids(*_LENS)) & get_mask(every_third),
+    "a user's band": Mask.of(_OF_USER, {}),
 }
 
 
@@ -258,6 +268,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 _PROMISED = get_mask("document", document_ids=_ids(100, 200), contiguous=True, max_documents=2)
 _PADDED = get_mask("padding", seq_lens=torch.tensor([200]))
 _MARKS = get_mask("key_padding", attention_mask=torch.ones(1, 300, dtype=torch.bool))
+_PAGED = flexmasks.paged("causal", [[0, 1, 2]], [300], 100)
 _CAUSAL, _PREFIX = get_mask("causal"), get_mask("prefix_lm", prefix_len=9)
 _HALF = torch.bfloat16
 _BY_FA4 = "FlashAttention 4 runs such masks here"
@@ -285,6 +296,7 @@ _ELSEWHERE = "must know where documents start"
         (_ELSEWHERE, (flexmasks.packed(_PROMISED, torch.tensor([0, 300])),)),
         ("several", (_PROMISED & flexmasks.packed(_CAUSAL, torch.tensor([0, 9])),)),
         ("marks of padding", (_CAUSAL & _MARKS,)),
+        ("in any order", (_PAGED,)),
     ],
 )  # fmt: skip
 def test_refusals(reason: str | None, call: Sequence[Any], hopper: None) -> None:
