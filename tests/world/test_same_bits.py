@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GptOss": ("GptOssForCausalLM", TEXT | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2": ("Qwen2ForCausalLM", {n: v for n, v in TEXT.items() if n != "head_dim"} | {"hidden_size": 256}),
 }
-LENGTHS = (30, 1, 21, 70)  # of prompts
+LENGTHS = (30, 1, 21, 120)  # of prompts; the answer to the last one goes from one tile of keys to the next
 
 
 @pytest.fixture(autouse=True)
