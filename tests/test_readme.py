@@ -33,6 +33,7 @@ from benchmarks import choice_table, limits_tables, steps_tables
 from benchmarks import data as bench_data
 from benchmarks import documents as bench_documents
 from benchmarks import intervals as bench_intervals
+from benchmarks import invariant as bench_invariant
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
 from benchmarks import serve as bench_serve
@@ -179,6 +180,11 @@ def biases() -> str:
     return bench_biases.markdown(results("biases_gpu"))
 
 
+def invariant() -> str:
+    """Return what the same bits in any batch cost."""
+    return bench_invariant.markdown(results("invariant_gpu"))
+
+
 def trees(name: str) -> str:
     """Return the table of training on trees from a results file."""
     return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -229,6 +235,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/trees.md": {"trees_gpu": functools.partial(trees, "trees_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
+    "recipes/results/invariant.md": {"invariant_gpu": invariant},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/planted.md": {"planted": faults},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
