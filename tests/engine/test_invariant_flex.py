@@ -18,6 +18,7 @@ from helpers import TOLERANCE, error
 from test_invariant import WAYS, Kind, _alone, _decoded, _sequences
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils._pytree import tree_map_only
 
 import flexmasks
@@ -344,6 +345,27 @@ def test_backward_adds_in_order() -> None:
         if in_order:
             assert of_lse is sums[0]
             assert sums[0].args[1] is gradient
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_gradients_of_sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of output and lse."""
+    assert flex_invariant.adds_in_order()
+    # torch refuses gradients on a CPU, where it has them as plain operations.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    q, k, v = torch.randn(3, 1, 2, 60, 16).requires_grad_()
+    weights, of_lse = torch.randn(1, 2, 60, 16), torch.randn(1, 2, 60)
+    options: Any = {flex_invariant.IN_ORDER: True}
+    sums: list[Tensor] = []
+    monkeypatch.setattr(
+        flex_invariant, "less_row_products", lambda *args: sums.append(less_row_products(*args)) or sums[-1]
+    )
+    out, aux = flex_attention(q, k, v, kernel_options=options, return_aux=AuxRequest(lse=True))
+    got = torch.autograd.grad((out, aux.lse), (q, k, v), (weights, of_lse))
+    scores = q @ k.mT / 4
+    want = torch.autograd.grad((scores.softmax(-1) @ v, scores.logsumexp(-1)), (q, k, v), (weights, of_lse))
+    assert len(sums) == 1
+    assert all(error(x, y) < 2 * TOLERANCE[torch.float32] for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
