@@ -86,11 +86,13 @@ def refuses_machine(call: Call) -> str | None:
 
 # Where it is at least 1.04 times as fast as the others, all in, and mostly 1.2 to 1.9 times (H200, results/cudnn.md):
 # these lengths, sizes and heads were measured. Masks of little more than the edges of documents are partial blocks, for
-# which others read tensors for each pair, and cuDNN bits; but only long rows take a GPU longer than the host. Where
-# FLASH is not there or does not add in order, cuDNN is faster in long full rows, too. In order, tiles of queries wait
-# for each other: where a few keys are seen by far more queries than others are, it takes up to 13 times as long.
+# which others read tensors for each pair, and cuDNN bits. But a new mask takes the host longer than elsewhere: only in
+# long rows of large heads does a call with a mask of its own lose little by that. Where FLASH is not there or does not
+# add in order, cuDNN is faster in long full rows, too. In order, tiles of queries wait for each other: where a few keys
+# are seen by far more queries than others are, it takes up to 13 times as long.
 _MIN_LENGTH, _SIZES = 8192, (64, 128)
-_CUT, _MIN_ROWS_IF_CUT = 0.3, 4096  # the share of partial blocks, and blocks of 128 queries of all heads
+# The share of partial blocks, and blocks of 128 queries of all heads, for masks with tensors times the head size.
+_CUT, _MIN_NUMBERS_IF_CUT = 0.3, 4096 * 128
 _WHOLE, _MIN_ROWS_IF_WHOLE = 0.1, 2048
 _MOST_UNEVEN = 4.0
 
@@ -106,13 +108,16 @@ def is_fastest(call: Call, has_flash: bool) -> bool:
     if not (is_known and is_long and call.needs_grad and capability(call.q.device) == _CAPABILITIES[0]):
         return False
     computed = call.mask.computed(batch * heads)
-    return is_for(computed, batch * heads * length / BLOCK_SIZE[0], has_flash) and not unfit(call)
+    return is_for(computed, batch * heads * length / BLOCK_SIZE[0], size, has_flash) and not unfit(call)
 
 
-def is_for(computed: Computed, rows: float, has_flash: bool) -> bool:
-    """Return whether a mask of these blocks is one for the backend. rows: blocks of 128 queries of all heads."""
+def is_for(computed: Computed, rows: float, size: int, has_flash: bool) -> bool:
+    """Return whether a mask of these blocks is one for the backend.
+
+    rows: blocks of 128 queries of all heads, whose size is `size`.
+    """
     share = computed.partial / max(1e-9, computed.full + computed.partial)
-    is_cut = computed.reads_tensors and share >= _CUT and rows >= _MIN_ROWS_IF_CUT
+    is_cut = computed.reads_tensors and share >= _CUT and rows * size >= _MIN_NUMBERS_IF_CUT
     is_whole = not has_flash and share <= _WHOLE and rows >= _MIN_ROWS_IF_WHOLE
     return (is_cut or is_whole) and computed.uneven <= _MOST_UNEVEN
 

@@ -281,7 +281,7 @@ def test_bytes_of_forms_are_counted() -> None:
 
 
 def test_auto_takes_it_where_it_was_measured_as_faster() -> None:
-    """At least 1.04 times as fast wherever it is taken, and taken in all but one of the cases with 1.2 times."""
+    """At least 1.04 times as fast wherever it is taken, and taken in most cases with 1.2 times."""
     results = json.loads((RECIPES / "results/cudnn_gpu.json").read_text(encoding="utf-8"))
     missed, taken = [], 0
     for case in intervals._CASES:
@@ -293,19 +293,21 @@ def test_auto_takes_it_where_it_was_measured_as_faster() -> None:
             ours, theirs = intervals._pair(ways, intervals._decides(ways), in_order)
             assert ours is not None
             assert theirs is not None
-            if cudnn.is_for(computed, case.batch * case.heads * case.length / 128, has_flash=not in_order):
+            rows = case.batch * case.heads * case.length / 128
+            if cudnn.is_for(computed, rows, case.size, has_flash=not in_order):
                 assert ours / theirs >= 1.04, case
                 taken += 1
             elif ours / theirs >= intervals.BAR:
                 missed.append((case.mask, case.length, case.size, in_order))
-    assert taken == 24
-    assert missed == [("bidirectional_spans & document", 8192, 128, False)]
+    assert taken == 18
+    assert [case for case in missed if case[2] == 128] == [("bidirectional_spans & document", 8192, 128, False)]
+    assert len(missed) == 5
 
 
 def test_a_few_keys_that_many_queries_see_are_left_to_others() -> None:
     """In order, tiles of queries would wait for each other at these keys."""
-    assert cudnn.is_for(Computed(60, 2, uneven=4), 4096, has_flash=False)
-    assert not cudnn.is_for(Computed(60, 2, uneven=4.1), 4096, has_flash=False)
+    assert cudnn.is_for(Computed(60, 2, uneven=4), 4096, 64, has_flash=False)
+    assert not cudnn.is_for(Computed(60, 2, uneven=4.1), 4096, 64, has_flash=False)
     seen_by_all = flexmasks.masks.sink_window(sinks=64, window=256)
     found = MaskPlan(seen_by_all, Size(1, 1, 4096, 4096, torch.device("cpu")), block_size=(128, 128)).computed(1)
     columns = flexmasks.dense_mask(seen_by_all, 4096, 4096)[0, 0].view(32, 128, 32, 128).any(3).any(1).sum(0)
@@ -436,7 +438,12 @@ def test_auto_on_a_gpu() -> None:
     q, k, v = (torch.empty(1, 16, 32768, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     ids = (torch.rand(1, 32768, generator=torch.Generator().manual_seed(0)) < 1 / 700).cumsum(1).cuda()
     documents = flexmasks.masks.document(document_ids=ids)
-    assert flexmasks.explain(q, k, v, mask=flexmasks.masks.prefix_lm(prefix_len=8192) & documents).backend == "cudnn"
+    in_documents, large = (
+        flexmasks.masks.prefix_lm(prefix_len=8192) & documents,
+        [torch.cat([x, x], 3) for x in (q, k, v)],
+    )
+    assert flexmasks.explain(q, k, v, mask=in_documents).backend != "cudnn"
+    assert flexmasks.explain(*large, mask=in_documents).backend == "cudnn"
     for is_deterministic in (False, True):
         torch.use_deterministic_algorithms(is_deterministic)
         try:
