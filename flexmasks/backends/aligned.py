@@ -213,7 +213,8 @@ def _placed(starts: Tensor, batch: int, length: int, room: int, step: int) -> Al
     until = whole.cumsum(0)  # the slots of all documents up to one
     before = until - whole
     tokens = torch.arange(batch * length, device=device)
-    of_token = torch.searchsorted(ends, tokens, right=True)
+    # Inductor searches the memory that a slice is a view of from its beginning on: `starts`, in place of `ends`.
+    of_token = torch.searchsorted(starts, tokens, right=True) - 1
     firsts = torch.arange(batch, device=device)[:, None] * length
     of_row, last_of_row = of_token.view(batch, length)[:, :1], of_token.view(batch, length)[:, -1:]
     begins = before[of_row]  # of each row, among the slots of all rows
