@@ -37,6 +37,23 @@ def in_one_list(block_mask: compat.BlockMask, *, full_are_hidden: bool = False) 
     return _of_possible(block_mask.seq_lengths, partial | full, block_mask.BLOCK_SIZE, mask_mod)
 
 
+def rounded_first(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+    """Return a score change that gets scores rounded, in kernels of any form.
+
+    A kernel multiplies scores by the scale. Where a change adds a product to them, a compiler fuses the sum with either
+    product, as the code around it tells, and so rounds the other one alone. A choice that it does not see through
+    leaves it one of them.
+    """
+    if score_mod is None:
+        return None
+    own = score_mod
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return own(torch.where(kv >= 0, score, 0.0), b, h, q, kv)
+
+    return changed
+
+
 def _of_possible(lengths: Any, possible: Tensor, block_size: Any, mask_mod: Callable[..., Tensor]) -> compat.BlockMask:
     by_row, of_row, _, _, by_column, of_column, *_ = lists_of_blocks(possible, torch.zeros_like(possible))
     lists = by_row, of_row, None, None, by_column, of_column, None, None

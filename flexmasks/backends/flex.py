@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import flex_invariant, forms, padded
-from flexmasks.backends.aligned import Aligned, in_one_list
+from flexmasks.backends.aligned import Aligned, in_one_list, rounded_first
 from flexmasks.backends.call import (
     HALF_DTYPES,
     TRANSFORMED,
@@ -40,7 +40,9 @@ from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.windows import Look
+from flexmasks.spec.bands import is_zero
 from flexmasks.spec.structure import flatten
+from flexmasks.spec.values import Score
 
 _log = logging.getLogger("flexmasks")
 _TILE = 128  # the most queries or keys of a tile
@@ -143,6 +145,8 @@ class FlexKernel(Kernel):
 
     def forms(self, plans: Plans) -> tuple[FlexForm]:
         score_mod, of_score = self._score(plans.score)
+        if self._is_invariant:
+            score_mod = rounded_first(score_mod)
         if self.why_data:
             data = forms.data_of(plans.mask, self.why_data)
             block_mask, shapes = data.block_mask(for_flash=self._is_flash), data.shapes
@@ -253,8 +257,15 @@ class FlexKernel(Kernel):
 
 
 def _is_relative(plans: Plans) -> bool:
-    score: ScorePlan | None = plans.score
-    return score is not None and not score.opaque and score.score.is_relative()
+    """Return whether the score change depends on distances alone, those in the documents of slots included."""
+    plan: ScorePlan | None = plans.score
+    if plan is None or plan.opaque:
+        return False
+    score = plan.score
+    if score.definition.by_library and score.name == "packed":  # reads no places for such a change
+        are_aligned = "kv_offsets" not in score.params and is_zero(score.params.get("q_start", 0))
+        return are_aligned and all(isinstance(s, Score) and s.is_relative() for s in score.operands())
+    return score.is_relative()
 
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any], *, as_data: bool) -> dict[str, Any]:
@@ -422,7 +433,7 @@ class KernelInGraph(Kernel):
         form = BlocksAndScore.of(plans._replace(mask=mask))
         if not self.is_invariant:
             return (form,)
-        block_mask, score_mod = form
+        block_mask, score_mod = form.block_mask, rounded_first(form.score_mod)
         if mask.documents is None:
             return (BlocksAndScore(padded.for_whole_blocks(in_one_list(block_mask)), score_mod),)
         aligned = Aligned.of(mask)[0].for_batch(block_mask.kv_num_blocks.shape[0])

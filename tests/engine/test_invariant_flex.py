@@ -43,6 +43,10 @@ def every_third(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (kv <= q) & ((q - kv) % 3 != 1)
 
 
+def sloped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score + (kv - q) * 0.3
+
+
 def _ids(*lens: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
 
@@ -391,7 +395,7 @@ KINDS = {
     "alibi": Kind(_CAUSAL, _ALIBI),
     "prefix": Kind(get_mask("prefix_lm", prefix_len=150), {}),
     "function": Kind(get_mask(every_third), {}),
-    "function and alibi": Kind(get_mask(every_third), _ALIBI),
+    "functions": Kind(get_mask(every_third), {"score": sloped}),
 }
 _LOCAL = {"prefix": ("offsets", "varlen", "compiled")}  # ways that say a mask inside documents
 
@@ -406,7 +410,7 @@ _CASES = [
     ("prefix", torch.bfloat16, (4, 2, 64)),
     ("prefix", torch.float32, (2, 2, 128)),
     ("function", torch.float32, (2, 1, 256)),
-    ("function and alibi", torch.float16, (4, 2, 64)),
+    ("functions", torch.float16, (4, 2, 96)),  # a scale that is no power of two rounds
 ]
 _WAYS = [  # those of a case in one process, which compiles once
     pytest.param(n, way, marks=[pytest.mark.gpu, pytest.mark.xdist_group(f"flex {n}")])
