@@ -159,7 +159,8 @@ def index_lists(partial_and_full: Tensor, ones: Tensor | None = None, narrow: bo
         width, first_line, first_place = torch.tensor(
             [widths, *([0, *itertools.accumulate(numbers[:-1])] for numbers in (lines, sizes))], device=device
         )
-        kind = torch.bucketize(runs.line, first_line[1:], right=True)
+        # Not by torch.bucketize: Inductor searches the memory that a slice is a view of from its beginning on.
+        kind = (runs.line[:, None] >= first_line[1:]).sum(1)
         list_length = width[kind]
         list_start = first_place[kind] + (runs.line - first_line[kind]) * list_length
     _add_jumps(ones, runs, counts, list_start, list_length)
