@@ -18,13 +18,14 @@ from helpers import TOLERANCE, error
 from test_invariant import WAYS, Kind, _alone, _decoded, _sequences
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils._pytree import tree_map_only
 
 import flexmasks
 from flexmasks import get_mask, get_score, inside_compile
 from flexmasks.backends import fa4, fa4_package, flex, flex_invariant, kernel_tiles, padded, table
-from flexmasks.backends.aligned import Aligned, in_one_list
+from flexmasks.backends.aligned import Aligned, _placed, in_one_list
 from flexmasks.backends.encoded import Encoded
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.errors import Unfit
@@ -132,6 +133,14 @@ def test_documents_start_at_blocks(name: str) -> None:
         starts = slots[torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])]
         assert (starts % 64 == 0).all()
     assert not aligned.is_wrong
+
+
+def test_slots_search_no_slices() -> None:
+    """Inductor would search the memory that a slice is a view of, from its beginning on."""
+    graph = make_fx(lambda starts: tuple(_placed(starts, 1, 400, 768, 128)[:5]))(torch.tensor([0, 100, 400])).graph
+    searches = graph.find_nodes(op="call_function", target=torch.ops.aten.searchsorted.Tensor)
+    assert searches
+    assert all(node.args[0].target is not torch.ops.aten.slice.Tensor for node in searches)
 
 
 def test_broken_promises_give_nan() -> None:
