@@ -113,7 +113,7 @@ FAULTS: list[Fault] = [
     ),
     Fault("blocks/build.py", "(b, h, part, kv), 4))", "(b, h, q[: len(part)], kv), 4))"),
     Fault("blocks/lists.py", "first_place[kind] + (runs.line", "(runs.line"),
-    Fault("blocks/lists.py", "first_line[1:], right=True)", "first_line[1:])"),
+    Fault("blocks/lists.py", "[:, None] >= first_line[1:]", "[:, None] > first_line[1:]"),
     Fault(
         "blocks/lists.py",
         "flat.numel() % 8 or flat.numel() <",
