@@ -39,11 +39,17 @@ class invariant:  # in lower case as torch.no_grad
     variable TORCHINDUCTOR_BATCH_INVARIANT=1 or `torch._inductor.config.batch_invariant`, turns it on too.
 
     Kernels then read the keys of a sequence from its first one on, in tiles of one size, without splitting them, and
-    add gradients in order. What cannot run so raises ValueError, which says why; `explain` says it before.
+    add gradients in order. What cannot run so raises ValueError, which says why; `explain` says it before. A backward
+    pass in which activation checkpoints make calls again runs inside, too.
 
     Example:
+        >>> import torch, flexmasks
+        >>> q, k, v = torch.randn(3, 4, 2, 100, 16)
         >>> with flexmasks.invariant():
-        ...     out = flexmasks.attention(q, k, v, mask="causal")
+        ...     of_all = flexmasks.attention(q, k, v, mask="causal")
+        ...     of_one = flexmasks.attention(q[2:3, :, :70], k[2:3, :, :70], v[2:3, :, :70], mask="causal")
+        >>> torch.equal(of_all[2:3, :, :70], of_one)
+        True
     """
 
     def __enter__(self) -> None:
