@@ -125,8 +125,8 @@ def test_the_time_of_the_import() -> None:
 PUBLIC = [
     "Mask", "Picture", "Plan", "Score", "attention", "block_mask", "cache_info", "clear_caches", "dense_mask", "draw",
     "explain", "get_mask", "get_score", "invariant", "list_masks", "list_scores", "masked_softmax", "masks", "orders",
-    "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals", "scaled_masked_softmax",
-    "scores", "show", "varlen_attention",
+    "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
+    "scaled_masked_softmax", "scores", "show", "varlen_attention",
 ]  # fmt: skip
 
 
