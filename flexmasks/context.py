@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from flexmasks import compat
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 def reads_at_once(device: torch.device) -> bool:
@@ -31,12 +37,13 @@ class invariant:  # in lower case as torch.no_grad
     """Inside this context the result of a sequence does not depend on what else is in a call.
 
     Its output, its lse and its gradients are equal, bit by bit, alone and in any batch, at any place in it, packed with
-    other documents in any order, in rows of any length, as one prefill, in chunks and token by token, from contiguous
-    keys and from pages of any size, eager and inside torch.compile, and from one process to the next. This holds on one
-    kind of device and for one dtype, head size and kind of mask.
+    other documents in any order, in rows of any length, eager and inside torch.compile, and from one process to the
+    next. Its output and lse are, too, as one prefill, in chunks and token by token, from contiguous keys and from pages
+    of any size. This holds on one kind of device and for one dtype, head size and kind of mask.
 
-    It holds for the whole process, not for one thread, as torch's deterministic mode does. torch's own setting, the
-    variable TORCHINDUCTOR_BATCH_INVARIANT=1 or `torch._inductor.config.batch_invariant`, turns it on too.
+    It holds for the whole process, not for one thread, as torch's deterministic mode does, and it may decorate a
+    function. A plan by `flexmasks.plan(..., invariant=True)` is for its own calls alone. torch's setting, the variable
+    TORCHINDUCTOR_BATCH_INVARIANT=1 or `torch._inductor.config.batch_invariant`, turns it on too.
 
     Kernels then read the keys of a sequence from its first one on, in tiles of one size, without splitting them, and
     add gradients in order. What cannot run so raises ValueError, which says why; `explain` says it before. A backward
@@ -53,15 +60,34 @@ class invariant:  # in lower case as torch.no_grad
     """
 
     def __enter__(self) -> None:
-        global _is_invariant
-        self._before, _is_invariant = _is_invariant, True
+        self._change(1)
 
     def __exit__(self, *_: object) -> None:
-        global _is_invariant
-        _is_invariant = self._before
+        self._change(-1)
+
+    def _change(self, count: int) -> None:
+        global _entered, _is_invariant
+        if compat.is_compiling():  # torch traces no locks, and no other thread runs what it traces
+            if count > 0:
+                self._before = _is_invariant
+            _is_invariant = count > 0 or self._before
+            return
+        with _LOCK:
+            _entered += count
+            _is_invariant = _entered > 0
+
+    def __call__(self, function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            with invariant():
+                return function(*args, **kwargs)
+
+        return inside
 
 
+_entered = 0  # contexts that are open, in all threads
 _is_invariant = False
+_LOCK = threading.Lock()
 
 
 def is_invariant() -> bool:

@@ -27,7 +27,7 @@ from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
-from flexmasks.context import Context, invariant, is_invariant
+from flexmasks.context import Context, is_invariant
 from flexmasks.errors import Outgrown, Unfit, passing_error, raise_to_user
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
@@ -61,9 +61,8 @@ _CPU = torch.device("cpu")
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
     held = request.mask if isinstance(request.mask, HeldPlan) else None
-    if held is not None and held.is_invariant and not is_invariant():
-        with invariant():
-            return attend(q, k, v, request)
+    if held is not None and held.is_invariant:
+        request = request._replace(is_invariant=True)
     if request.block_mask is not None and is_invariant():
         request = _by_its_mask(q, k, request)
     if compat.is_compiling():
@@ -73,6 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
             raise_to_user(isinstance(error, TypeError), str(error))
             raise
     context = Context.now(q.device if isinstance(q, Tensor) else _CPU)
+    context = context._replace(is_invariant=True) if request.is_invariant else context
     if context.in_mode and checkpointing.in_selective_checkpointing():
         with checkpointing.unseen_by_checkpointing():  # why: see `unseen`
             return attend(q, k, v, request)
@@ -107,9 +107,14 @@ def _by_its_mask(q: Tensor, k: Tensor, request: Request) -> Request:
     from flexmasks.plans.portable import PortableBlockMask  # loads flex_attention, which made the block mask
 
     blocks = request.block_mask
-    if not isinstance(blocks, PortableBlockMask) or request.mask is not None or request.q_offset is not None:
+    if not isinstance(blocks, PortableBlockMask) or request.mask is not None:
+        return request
+    if request.q_offset is not None and not (type(request.q_offset) is int and request.q_offset == 0):
         return request
     if tuple(blocks.seq_lengths) != (*q.shape[2:3], *k.shape[2:3]):  # which is an error
+        return request
+    of_blocks = blocks.source.q_offset
+    if request.q_offset is not None and not (type(of_blocks) is int and of_blocks == 0):  # that of the score
         return request
     return request._replace(block_mask=None, mask=blocks.source.mask, q_offset=blocks.source.q_offset)
 
@@ -595,7 +600,7 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
     if result.has_sinks:
         return result.out, result.lse if request.return_lse else None
     given = cast(Tensor, result.lse), request.sink_logits, request.return_lse
-    return with_sinks(result.out, *given, by_operator=is_invariant())
+    return with_sinks(result.out, *given, by_operator=request.is_invariant or is_invariant())
 
 
 # --- explanations ---
@@ -603,9 +608,7 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
-    if isinstance(request.mask, HeldPlan) and request.mask.is_invariant and not is_invariant():
-        with invariant():
-            return explain(q, k, v, request)
+    must_be_invariant = is_invariant() or (isinstance(request.mask, HeldPlan) and request.mask.is_invariant)
     if request.block_mask is not None and is_invariant():
         request = _by_its_mask(q, k, request)
     request = without_plan(q, k, request)
@@ -618,7 +621,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         q, k, v = as_kernels_read(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
-        call, plans, *_ = plan_call(q, k, v, request, Context.now(q.device))
+        context = Context.now(q.device)._replace(is_invariant=must_be_invariant)
+        call, plans, *_ = plan_call(q, k, v, request, context)
         able, (kernel, forms), reasons = made_ready(call, Inputs(q, k, v, None, plans), request.backend_name)
         is_auto = request.backend == "auto"
         chosen = able[0] if is_auto else BACKENDS[request.backend_name]

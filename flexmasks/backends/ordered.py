@@ -229,7 +229,8 @@ class Ordered:
         workers = Workers.alone(self._kv_heads)
         each = -(-self._kv_heads // workers.count)
         starts = range(0, self._kv_heads, each)
-        workers.all([functools.partial(compute, slice(n, min(n + each, self._kv_heads))) for n in starts])
+        with torch.autocast("cpu", enabled=False):  # as in the threads of workers, also where one part runs in this one
+            workers.all([functools.partial(compute, slice(n, min(n + each, self._kv_heads))) for n in starts])
 
     def _parts(self, heads: slice) -> Iterator[slice]:
         """Yield parts of the tiles of queries."""
@@ -242,7 +243,7 @@ class Ordered:
         """Yield steps which together have all pairs of tiles with visible pairs, in order of keys."""
         first = self._layout.first[part, None]
         count = self._layout.end[part, None] - first
-        numbers = torch.arange(int(count.max()))
+        numbers = torch.arange(int(count.max()), device="cpu")
         kv = torch.where(numbers < count, first + numbers, 0)
         (top, bottom), (left, right) = ((x[:, None] for x in self._spans[0]), (x[kv] for x in self._spans[1]))
         top, bottom = top[part], bottom[part]
@@ -265,7 +266,7 @@ class Ordered:
         batch, heads = self._blocks[0].shape[:2]
         b, q, kv = self._b[q_tiles], self._q[q_tiles], self._kv[kv_tiles]
         b = b if batch > 1 else torch.zeros_like(b)
-        h = torch.arange(heads).repeat(len(b))
+        h = torch.arange(heads, device="cpu").repeat(len(b))
         b, q, kv = (x.repeat_interleave(heads, 0) for x in (b, q, kv))
         visible = self._elements(b, h, q, kv)
         rows, columns = q // self._block_size[0], kv // self._block_size[1]
@@ -296,7 +297,11 @@ class Ordered:
     ) -> Tensor:
         count, in_group, q_tiles = len(scores), self._group, step.q + part.start
         shape = count, len(step.q), in_group, QUERIES
-        h = torch.arange(heads.start * in_group, heads.stop * in_group).view(count, 1, in_group, 1).expand(shape)
+        h = (
+            torch.arange(heads.start * in_group, heads.stop * in_group, device="cpu")
+            .view(count, 1, in_group, 1)
+            .expand(shape)
+        )
         b, q = self._b[q_tiles, None, None].expand(shape), self._q[q_tiles, None].expand(shape)
         kv = self._kv[step.kv].expand(count, -1, -1)
         changed = score_mod(

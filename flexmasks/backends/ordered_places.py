@@ -44,7 +44,12 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
         band = None if inner.definition.by_library else band_of(inner, unread(plan.size, plan.offset))
         if band is not None and band.sequences is not None:
             return f"of masks with sequences it knows document, cross_document and packed, not {inner.name}"
+    marked = [m for m in plan.mask.inside() if _is(m, "key_padding")]
     cutting = list(filter(_cuts, plan.mask.inside()))
+    if marked and cutting:
+        return f"padding may count to a document: leave key_padding out, and give padding no place in {cutting[0].name}"
+    if not all(any(m is x for x in _joined(plan.mask)) for m in marked):
+        return "it knows key_padding as the mask or joined to others by &, not inside another mask"
     if len(cutting) > 1:
         return f"it knows documents alone, not inside others, and the mask has {cutting[0].name} and {cutting[1].name}"
     if cutting and not any(m is cutting[0] for m in _joined(plan.mask)):
@@ -70,8 +75,8 @@ def _cuts(mask: Any) -> bool:
 def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
     """Return where tokens stand in the sequences of a mask, of which `why_unknown` says nothing. Values are read."""
     size = sized(size, offset)
-    q_at = starts_of(offset, size.batch, size.device)[:, None] + torch.arange(size.q_len)
-    kv_at = torch.arange(size.kv_len).expand(size.batch, -1)
+    q_at = starts_of(offset, size.batch, size.device)[:, None] + torch.arange(size.q_len, device="cpu")
+    kv_at = torch.arange(size.kv_len, device="cpu").expand(size.batch, -1)
     joined = _joined(mask)
     cutting = next(filter(_cuts, joined), None)
     if cutting is None:
@@ -94,7 +99,7 @@ def _ranks(numbers: Tensor) -> Tensor:
     """Return how many equal numbers stand before each one in its row."""
     in_order, order = numbers.sort(dim=1, stable=True)
     return torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1]) - torch.searchsorted(in_order, in_order)
+        1, order, torch.arange(order.shape[1], device="cpu") - torch.searchsorted(in_order, in_order)
     )
 
 
@@ -126,7 +131,7 @@ class Layout(NamedTuple):
         most = int(max(places.q_sequence.max(), places.kv_sequence.max())) + 2
         is_in_none = places.q_sequence < 0  # such queries have tiles, too, and no keys
         sequences = torch.where(is_in_none, most - 1, places.q_sequence)
-        positions = torch.where(is_in_none, torch.arange(plan.size.q_len), places.q_position)
+        positions = torch.where(is_in_none, torch.arange(plan.size.q_len, device="cpu"), places.q_position)
         q, of_q = _in_tiles(sequences, positions, most, QUERIES)
         kv, of_kv = _in_tiles(places.kv_sequence, places.kv_position, most, KEYS)
         first, end = (torch.searchsorted(of_kv, of_q, right=right) for right in (False, True))
@@ -142,7 +147,7 @@ def _in_tiles(sequences: Tensor, positions: Tensor, most: int, size: int) -> tup
     tokens = (sequences >= 0).flatten().nonzero()[:, 0]
     if not len(tokens):
         return tokens.new_empty(0, size), tokens
-    numbers = (sequences + torch.arange(len(sequences))[:, None] * most).flatten()[tokens]
+    numbers = (sequences + torch.arange(len(sequences), device="cpu")[:, None] * most).flatten()[tokens]
     positions = positions.flatten()[tokens]
     tiles = positions // size - positions.min() // size
     many = tiles.max() + 1

@@ -63,7 +63,9 @@ def varies(call: Call) -> str | None:
     if call.learns:
         return "a tensor of the score learns, and its gradient is a sum over all sequences"
     if call.context.has_transforms or call.context.is_transformed:
-        return "it gives transforms of torch.func and forward derivatives other operations to look into"
+        return "inside transforms of torch.func, and of forward derivatives, it has other operations"
+    if 1 in (call.q.shape[3], call.v.shape[3]):
+        return "torch multiplies by heads of one number in a way that depends on their number"
     if call.is_traced and (not compat.IS_TESTED or (call.score is not None and call.score.opaque)):
         return "torch's tracing looks into it"
     return why_unknown(call.mask, call.is_traced)

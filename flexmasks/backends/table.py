@@ -44,8 +44,11 @@ _FA4_RECOMPILES_ON = (
 )
 
 
+_VARIES = "what it computes of a sequence depends on what else is in the call"
+
+
 def _varies(call: Call) -> str | None:
-    return "what it computes of a sequence depends on what else is in the call"
+    return _VARIES
 
 
 _CUDNN_RECOMPILES_ON = "another dtype, size or memory layout of q, k and v; gradients or lse wanted or not"
@@ -191,7 +194,8 @@ def why_not(name: str, call: Call) -> str | None:
         is_slow = name == "flex" and not is_invariant and why_not("short", call) is not None
         return f"{reason}; {_COST_OF_ORDER}" if is_slow else reason
     against = backend.refuses(call)
-    return backend.varies(call) if is_invariant and against is None else against
+    varies = backend.varies(call) if is_invariant and against is None else None
+    return f"{varies}, inside flexmasks.invariant()" if varies == _VARIES else against or varies
 
 
 def warn_of_dtypes(name: str, call: Call) -> None:
@@ -234,9 +238,11 @@ def only_choice(call: Call, name: str) -> str:
     if name == "auto":
         able, reasons = choose(call)
         if not able:
-            against = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            here = {name: reason for name, reason in reasons.items() if not is_not_here(reason)}
+            against = "; ".join(f"{name}: {reason}" for name, reason in reversed((here or reasons).items()))
             raise ValueError(
-                f"flexmasks.attention: no backend can run this call inside flexmasks.invariant(): {against}."
+                "flexmasks.attention: no backend can run this call inside flexmasks.invariant(): "
+                f"{against}. Make the call outside, or change what the reasons name."
             )
         return able[0].name
     reason = why_not(name, call)

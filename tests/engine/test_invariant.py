@@ -263,7 +263,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     given: list[dict[str, Any]] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        given.append({name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | {"keys": k.shape[-3]})
+        known = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}
+        given.append(known | {"keys": k.shape[-3], "is_inside": context.is_invariant()})
         return flash_double.forward(q, k, v, **arguments)
 
     def backward(*tensors: Tensor, deterministic: bool, **arguments: Any) -> tuple[Tensor, ...]:
@@ -413,6 +414,41 @@ def test_contexts_nest(leaves_by: str) -> None:
         if leaves_by == "error":
             raise RuntimeError
     assert not context.is_invariant()
+
+
+def test_contexts_of_threads_overlap() -> None:
+    """Each counts until it is left, whoever leaves first; and a function may be decorated."""
+    first, second = flexmasks.invariant(), flexmasks.invariant()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert context.is_invariant()
+    second.__exit__()
+    assert not context.is_invariant()
+    assert flexmasks.invariant()(context.is_invariant)()
+    assert not context.is_invariant()
+
+
+def test_plans_leave_the_process_as_it_is(told: list[dict[str, Any]]) -> None:
+    """A call of another thread beside that of a plan is not inside."""
+    q, k, v = _qkv(150, 150)
+    flexmasks.attention(q, k, v, mask=flexmasks.plan("causal", 150, invariant=True))
+    assert [call["is_inside"] for call in told] == [False]
+
+
+@pytest.mark.skipif(not _HAS_CPU, reason="no kernel for CPUs is invariant")
+def test_backward_under_autocast_in_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        q = torch.randn(1, 2, 40, 16, requires_grad=True)
+        with flexmasks.invariant(), torch.autocast("cpu", torch.bfloat16):
+            (inside,) = torch.autograd.grad(flexmasks.attention(q, q, q, mask="causal").sum(), q)
+    finally:
+        torch.set_num_threads(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        (want,) = torch.autograd.grad(flexmasks.attention(q, q, q, mask="causal").sum(), q)
+    assert error(inside, want) < 0.02
 
 
 def test_torchs_own_setting_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import fresh
 import pytest
 import torch
-from helpers import TOLERANCE, arguments, by_turns, check_lse, error, exact, qkv, try_examples
+from helpers import TOLERANCE, arguments, by_turns, check_lse, error, exact, in_campaigns, qkv, try_examples
 from hypothesis import strategies as st
 from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
@@ -327,7 +327,7 @@ _PROCESS = """
 """
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["eager", in_campaigns("compiled")])
 def test_processes(how: str, tmp_path: Path) -> None:
     """With caches and numbers of threads of their own."""
     ran = [
@@ -420,11 +420,24 @@ def _documents() -> flexmasks.Mask:
     return get_mask("document", document_ids=torch.arange(100) // 40)
 
 
+def _padding() -> flexmasks.Mask:
+    return get_mask("key_padding", attention_mask=torch.arange(100)[None] >= 30)
+
+
+def test_heads_of_one_number_are_refused() -> None:
+    q, k, v = _made(100)[:3]
+    with flexmasks.invariant(), pytest.raises(ValueError, match="heads of one number"):
+        flexmasks.attention(q, k, v[..., :1], mask="causal")
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: {"mask": _documents() | get_mask("causal")}, "knows document as the mask or joined to others by &"),
         (lambda: {"mask": flexmasks.packed(_documents(), [0, 100])}, "has packed and document"),
+        (lambda: {"mask": _documents() & _padding()}, "leave key_padding out"),
+        (lambda: {"mask": flexmasks.packed(_padding(), [0, 100])}, "leave key_padding out"),
+        (lambda: {"mask": _padding() | get_mask("causal")}, "knows key_padding as the mask or joined to others by &"),
         (lambda: {"mask": Mask.of(_of_user, {})}, "knows document, cross_document and packed, not halves"),
         (
             lambda: {
@@ -454,7 +467,7 @@ def test_gradients_that_are_refused() -> None:
         out = flexmasks.attention(*leaves, mask="causal")
         with pytest.raises(RuntimeError, match="leave out create_graph=True"):
             torch.autograd.grad(out.sum(), leaves, create_graph=True)
-        with pytest.raises(ValueError, match=r"reference: it gives transforms of torch.func"):
+        with pytest.raises(ValueError, match=r"reference: inside transforms of torch\.func"):
             torch.func.grad(lambda q: flexmasks.attention(q, *leaves[1:], mask="causal").sum())(leaves[0].detach())
 
 
