@@ -44,11 +44,8 @@ _FA4_RECOMPILES_ON = (
 )
 
 
-_VARIES = "what it computes of a sequence depends on what else is in the call"
-
-
 def _varies(call: Call) -> str | None:
-    return _VARIES
+    return "what it computes of a sequence depends on what else is in the call, inside flexmasks.invariant()"
 
 
 _CUDNN_RECOMPILES_ON = "another dtype, size or memory layout of q, k and v; gradients or lse wanted or not"
@@ -194,8 +191,7 @@ def why_not(name: str, call: Call) -> str | None:
         is_slow = name == "flex" and not is_invariant and why_not("short", call) is not None
         return f"{reason}; {_COST_OF_ORDER}" if is_slow else reason
     against = backend.refuses(call)
-    varies = backend.varies(call) if is_invariant and against is None else None
-    return f"{varies}, inside flexmasks.invariant()" if varies == _VARIES else against or varies
+    return backend.varies(call) if is_invariant and against is None else against
 
 
 def warn_of_dtypes(name: str, call: Call) -> None:
