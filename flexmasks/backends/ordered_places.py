@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.sizes import Offset, sized, starts_of, unread
-from flexmasks.spec.bands import band_of
+from flexmasks.spec.bands import band_of, packs_documents
 from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -45,7 +45,7 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
         if band is not None and band.sequences is not None:
             return f"of masks with sequences it knows document, cross_document and packed, not {inner.name}"
     marked = [m for m in plan.mask.inside() if _is(m, "key_padding")]
-    cutting = list(filter(_cuts, plan.mask.inside()))
+    cutting = list(filter(packs_documents, plan.mask.inside()))
     if marked and cutting:
         return f"padding may count to a document: leave key_padding out, and give padding no place in {cutting[0].name}"
     if not all(any(m is x for x in _joined(plan.mask)) for m in marked):
@@ -64,12 +64,8 @@ def _joined(mask: Any) -> list[Any]:
     return [mask]
 
 
-def _is(mask: Any, *names: str) -> bool:
-    return bool(mask.definition.by_library and mask.name in names)
-
-
-def _cuts(mask: Any) -> bool:
-    return _is(mask, "document", "cross_document", "packed")
+def _is(mask: Any, name: str) -> bool:
+    return bool(mask.definition.by_library and mask.name == name)
 
 
 def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
@@ -78,7 +74,7 @@ def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
     q_at = starts_of(offset, size.batch, size.device)[:, None] + torch.arange(size.q_len, device="cpu")
     kv_at = torch.arange(size.kv_len, device="cpu").expand(size.batch, -1)
     joined = _joined(mask)
-    cutting = next(filter(_cuts, joined), None)
+    cutting = next(filter(packs_documents, joined), None)
     if cutting is None:
         return _without_padding(joined, size, Places(torch.zeros_like(q_at), q_at, torch.zeros_like(kv_at), kv_at))
     if _is(cutting, "packed"):

@@ -111,8 +111,12 @@ def documents_of(mask: Mask, size: Size) -> Band | None:
 
 def holds_documents(mask: Any) -> bool:
     """Return whether a mask of the library that packs documents is a mask, or inside it."""
-    parts = mask.inside() if isinstance(mask, Mask) else []
-    return any(m.definition.by_library and m.name in _OF_DOCUMENTS for m in parts)
+    return isinstance(mask, Mask) and any(map(packs_documents, mask.inside()))
+
+
+def packs_documents(mask: Any) -> bool:
+    """Return whether a mask is one of the library by which documents are packed."""
+    return bool(mask.definition.by_library and mask.name in _OF_DOCUMENTS)
 
 
 def may_be_band(mask: Mask) -> bool:
