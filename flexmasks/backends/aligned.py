@@ -182,6 +182,11 @@ class Aligned(NamedTuple):
 
         return changed
 
+    def around(self, attend: Callable[..., tuple[Tensor, Tensor | None]], *qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return output and lse, or None, of tokens whose slots `attend` takes."""
+        out, lse = attend(*map(self.laid, qkv))
+        return self.taken(out), None if lse is None else self.taken(lse[..., None])[..., 0]
+
     def laid(self, x: Tensor) -> Tensor:
         """Return [B, H, slots, D] of [B, H, S, D]. A padded slot has what a token of its document has."""
         return cast(Tensor, _Taken.apply(x, self.tokens, self.slots, None))

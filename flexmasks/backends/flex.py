@@ -221,9 +221,9 @@ class FlexKernel(Kernel):
         aligned = forms[0].aligned
         if aligned is None:
             return self._run(q, k, v, forms[0])
-        out, lse = self._run(aligned.laid(q), aligned.laid(k), aligned.laid(v), forms[0])
+        results = aligned.around(functools.partial(self._run, form=forms[0]), q, k, v)
         self.confirm(forms)
-        return aligned.taken(out), None if lse is None else aligned.taken(lse[..., None])[..., 0]
+        return results
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, form: FlexForm) -> tuple[Tensor, Tensor | None]:
         if not self._needs_grad:
@@ -295,16 +295,15 @@ def _lengths(call: Call, chosen: dict[str, Any]) -> str:
     Inside `invariant` one kernel runs for all lengths, so that all that do not end so are padded, or documents
     "aligned".
     """
-    is_invariant = call.context.is_invariant
-    if is_invariant and isinstance(call.mask, MaskPlan) and call.mask.documents is not None:
-        return "aligned"
-    if not is_invariant and (chosen.get("BACKEND") != "TRITON" or call.kernel_options):
-        return ""
     lengths = call.q.shape[2], call.k.shape[2]
-    if all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, call.mask.block_size, strict=True)):
+    are_whole = all(n % _TILE == 0 and n % size == 0 for n, size in zip(lengths, call.mask.block_size, strict=True))
+    if call.context.is_invariant:
+        has_documents = isinstance(call.mask, MaskPlan) and call.mask.documents is not None
+        return "aligned" if has_documents else "whole" if are_whole else "padded"
+    if chosen.get("BACKEND") != "TRITON" or call.kernel_options:
+        return ""
+    if are_whole:
         return "whole"
-    if is_invariant:
-        return "padded"
     queries, elements = _LEAST_PADDED
     is_long = lengths[0] >= queries and call.q.numel() >= max(elements, call.k.numel())
     return "padded" if call.needs_grad and is_long and not (call.mask.is_given or call.learns) else ""
@@ -446,8 +445,8 @@ class KernelInGraph(Kernel):
         if len(forms) == 1:
             return self._run(q, k, v, *forms)
         form, aligned = forms
-        out, lse = self._run(aligned.laid(q), aligned.laid(k), aligned.laid(v), form)
-        return aligned.taken(out), None if lse is None else aligned.taken(lse[..., None])[..., 0]
+        results: tuple[Tensor, Tensor | None] = aligned.around(functools.partial(self._run, form=form), q, k, v)
+        return results
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, form: BlocksAndScore) -> tuple[Tensor, Tensor | None]:
         (block_mask, score_mod), scale = form, self.scale
