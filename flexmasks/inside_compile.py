@@ -42,7 +42,7 @@ from flexmasks.blocks import bits as of_words
 from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of
-from flexmasks.context import Context, is_invariant
+from flexmasks.context import Context
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -93,7 +93,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         of_size, block_size = unread(size, q_offset), block_size_for(size)
         bits = bits_of_function("attention", cast(Mask, mask), of_size, q_offset, block_size)
     if bits is not None and bits[0].ndim:
-        if (request.is_invariant or is_invariant()) and holds_documents(mask):
+        if request.must_be_invariant and holds_documents(mask):
             fail(
                 "inside flexmasks.invariant() torch.compile would read a mask of documents as bits, which do not say "
                 "where these start: write its function with whole numbers that fit 32 bits, and one index for each "
@@ -108,8 +108,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     learns = torch.is_grad_enabled() and _may_learn(score, of_score, request.backend)
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     facts = needs_grad, learns, request.return_lse
-    must_be_invariant = request.is_invariant or is_invariant()
-    constants = text_of_constants((request.backend_name, encoded.block_size, encoded.sizes, must_be_invariant, *facts))
+    kept = request.backend_name, encoded.block_size, encoded.sizes, request.must_be_invariant
+    constants = text_of_constants((*kept, *facts))
     lists = () if block_mask is None else lists_of(block_mask)
     options = compat.constants(tuple((request.kernel_options or {}).items()))
     given = encoded.mask, encoded.offset, of_score, q_offset, q, k, v, compat.constants(request.scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.table import BACKENDS
+from flexmasks.context import is_invariant
 from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
 from flexmasks.plans.sizes import size_of
 from flexmasks.spec.parameters import Size, in_message
@@ -42,6 +43,11 @@ class Request(NamedTuple):
     kernel_options: dict[str, Any] | None = None
     is_invariant: bool = False  # as inside `flexmasks.invariant`, which a plan says of its own calls
     ends_among_keys: bool = True  # False where a tensor q_offset of the library's own may break the rule, see `sized`
+
+    @property
+    def must_be_invariant(self) -> bool:
+        """Whether the result of a sequence must not depend on what else is in the call."""
+        return self.is_invariant or is_invariant()
 
     @property
     def backend_name(self) -> str:

@@ -600,7 +600,7 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
     if result.has_sinks:
         return result.out, result.lse if request.return_lse else None
     given = cast(Tensor, result.lse), request.sink_logits, request.return_lse
-    return with_sinks(result.out, *given, by_operator=request.is_invariant or is_invariant())
+    return with_sinks(result.out, *given, by_operator=request.must_be_invariant)
 
 
 # --- explanations ---
