@@ -1,13 +1,14 @@
 """What code around this library builds on, beyond the public names of `flexmasks`.
 
 It is for frameworks that call `flexmasks.attention`, for layouts that take a call apart and put its results together,
-for pictures and counts of masks, and for kernels of your own. `flexmasks.integrations`, `flexmasks.trees` and
-`flexmasks.pictures` import from here and from `flexmasks` only.
+for pictures and counts of masks, and for kernels of your own. `flexmasks.integrations`, `flexmasks.trees`,
+`flexmasks.pictures` and `flexmasks.asking` import from here and from `flexmasks` only.
 
 - Public calls: `says_what_to_write`, `in_message`, `as_number`, `device_named` and `progress` make errors and progress
   look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them
   (`MaskLike`, `ScoreLike`); a `Definition` has a `Parameter` for each of the function's.
-- A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`.
+- A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`; `shown_by`
+  is the mask that kernels read in a BlockMask.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
@@ -51,6 +52,7 @@ from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
+from flexmasks.spec.indexing import leading
 from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.structure import Opaque
@@ -76,7 +78,7 @@ _MODULES = {
 __all__ = [
     "says_what_to_write", "in_message", "as_number", "device_named", "progress",
     "from_arguments", "MaskLike", "ScoreLike", "definition", "define", "Definition", "Parameter",
-    "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices",
+    "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
@@ -112,6 +114,7 @@ class MaskOverLengths:
         mask: the mask.
         size: batch, heads, q_len, kv_len and device.
         block_size: queries and keys of a block.
+        function: whether pairs of indices (b, h, q, kv) are visible, where q starts at 0 whatever `q_offset` is.
 
     Raises:
         ValueError, TypeError: a length does not fit the mask, or its function fails, also in the methods.
@@ -127,8 +130,8 @@ class MaskOverLengths:
     def __init__(self, call: str, mask: Mask, **lengths: Any) -> None:
         plan = plan_mask(call, mask, Lengths(**lengths))
         self.mask, self.size, self.block_size = mask, plan.size, plan.block_size
-        self._function = plan.bound()
-        check_open_extents(mask, self._function, self.size, plan.open_extents)
+        self.function = plan.bound()
+        check_open_extents(mask, self.function, self.size, plan.open_extents)
 
     def strips(self, rows: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
         """Yield strips of the queries start .. stop - 1: the position of the first query, and which blocks have visible
@@ -138,7 +141,7 @@ class MaskOverLengths:
         size = self.size
         with naming(self.mask):
             yield from visible_in_strips(
-                self._function, size.batch, size.heads, rows, size.kv_len, self.block_size, size.device
+                self.function, size.batch, size.heads, rows, size.kv_len, self.block_size, size.device
             )
 
     def counts(self, b: int = 0, h: int = 0) -> Counts:
@@ -164,12 +167,12 @@ class MaskOverLengths:
     def depends(self, n: int, dim: int) -> bool:
         """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
         try:
-            return dependence(self._function, *((n, 1), (1, n))[dim], self.size.device)[dim] > 1
+            return dependence(self.function, *((n, 1), (1, n))[dim], self.size.device)[dim] > 1
         except (ValueError, TypeError, LookupError, RuntimeError):  # the function has data for one index only
             return True
 
     def _of(self, b: int, h: int) -> Callable[..., Tensor]:
-        return lambda _b, _h, q, kv: self._function(_b + b, _h + h, q, kv)
+        return lambda _b, _h, q, kv: self.function(_b + b, _h + h, q, kv)
 
 
 class ScoreOverLengths:
@@ -215,6 +218,28 @@ def source_of(block_mask: BlockMask) -> tuple[Mask, int | Tensor] | None:
     if not isinstance(block_mask, PortableBlockMask):
         return None
     return block_mask.source.mask, block_mask.source.q_offset
+
+
+def shown_by(block_mask: BlockMask) -> Mask:
+    """Return what kernels show of a BlockMask: all pairs of its full blocks, and those pairs of its partial blocks that
+    its function shows.
+
+    Example:
+        >>> import flexmasks
+        >>> from flexmasks.extend import shown_by
+        >>> blocks = flexmasks.block_mask("causal", 256)
+        >>> blocks.mask_mod = flexmasks.get_mask("full")
+        >>> flexmasks.dense_mask(shown_by(blocks), 256)[0, 0, 0].sum().item()
+        128
+    """
+    partial, full = of_block_mask(block_mask)
+    (height, width), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
+
+    def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block = *leading(full, b, h, q), q // height, kv // width
+        return full[block] | (partial[block] & mask_mod(b, h, q, kv))
+
+    return Mask.of(define("mask", shown, "blocks"), {})
 
 
 class Kept(Part[Value]):

@@ -50,6 +50,7 @@ ORDER = {
             ["extend"],
             ["trees"],
             ["pictures"],
+            ["asking"],
             ["integrations"],
             ["bench"],
             ["__main__"],
@@ -63,6 +64,7 @@ FOR_DEFINITIONS = ["flexmasks.spec", "flexmasks.orders", "flexmasks.kernels.tanh
 ON_PUBLIC_NAMES = {
     "trees": (),
     "pictures": ("pictures",),
+    "asking": ("asking", "pictures"),
     "integrations": ("integrations",),
     "bench": ("bench",),
     "__main__": ("bench", "pictures"),

@@ -1,0 +1,1 @@
+"""Questions about masks: are two the same, and what is wrong with one."""
