@@ -19,10 +19,12 @@ from flexmasks.backends import operators as _operators  # noqa: F401 # saved gra
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.context import invariant as invariant
+from flexmasks.errors import no_such_name as _no_such_name
 from flexmasks.masks.packed import packed as packed
 from flexmasks.masks.paged import paged as paged
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
+from flexmasks.spec.definitions import known_elsewhere as _known_elsewhere
 from flexmasks.spec.registry import list_masks as list_masks
 from flexmasks.spec.registry import list_scores as list_scores
 from flexmasks.spec.registry import register_mask as register_mask
@@ -31,6 +33,9 @@ from flexmasks.spec.values import Mask as Mask
 from flexmasks.spec.values import Score as Score
 
 if TYPE_CHECKING:
+    from flexmasks import flex as flex
+    from flexmasks import integrations as integrations
+    from flexmasks import trees as trees
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
     from flexmasks.pictures.show import show as show
@@ -47,7 +52,7 @@ __all__ = [
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
-    "masks", "orders", "scores",
+    "flex", "integrations", "masks", "orders", "scores", "trees",
 ]  # fmt: skip
 # Names that are imported at their first use, with their modules: processes that only make masks do not need them.
 _MODULES = {
@@ -61,13 +66,25 @@ _MODULES = {
     "scaled_masked_softmax": "flexmasks.softmax",
 }
 
+_LATER = ("flex", "integrations", "trees")  # modules that are imported at their first use
+
+
+def _advice(name: str) -> str:
+    """Return where a name stands that users look for here, as the rest of a sentence, or ""."""
+    places = (
+        [] if name.startswith("_") else [masks, scores, *(importlib.import_module(f"{__name__}.{n}") for n in _LATER)]
+    )
+    found = next((place.__name__ for place in places if name in place.__all__), None)
+    return f"; write `from {found} import {name}`" if found else _known_elsewhere(name)
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            return importlib.import_module(f"{__name__}.{name}")
         if name not in _MODULES:
-            places = [] if name.startswith("_") else [masks, scores, importlib.import_module("flexmasks.flex")]
-            found = "".join(f"; it is {place.__name__}.{name}" for place in places if name in place.__all__)
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{found}")
+            raise _no_such_name(__name__, name, _advice(name))
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
 

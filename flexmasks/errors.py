@@ -138,6 +138,15 @@ def _is_theirs(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _NOT_THE_USERS
 
 
+def no_such_name(module: str, name: str, advice: str) -> Exception:
+    """Return the error that a module's `__getattr__` raises for a name that it lacks.
+
+    Of an AttributeError, `from module import name` makes an ImportError without the advice: there it is one already.
+    """
+    is_imported = advice and sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    return (ImportError if is_imported else AttributeError)(f"{module} has no `{name}`{advice}")
+
+
 def raise_to_user(is_of_type: bool, message: str) -> None:
     """Raise a TypeError or a ValueError out of torch.compile, which traces this, unless the user's code may catch it.
 

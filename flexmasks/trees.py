@@ -26,6 +26,7 @@ from flexmasks import Mask, Plan, block_mask, get_mask
 from flexmasks import plan as plan_of
 from flexmasks.extend import as_number, device_named, in_message, says_what_to_write
 
+__all__ = ["TreeBatch", "TreePages", "pack"]
 _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
 
 Tokens = Tensor | Sequence[int]

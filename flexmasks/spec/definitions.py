@@ -404,6 +404,27 @@ def _by_peers(kind: str, pattern: str, titles: tuple[str, ...] = ("Peers",)) -> 
     return found if len(found) <= _MOST_ENTRIES else {}
 
 
+def known_elsewhere(name: str) -> str:
+    """Return what to import for a name in another library, as the rest of a sentence, or ""."""
+    if not re.search("[a-z](_|[A-Z])", name):  # plain words stand in the texts, too
+        return ""
+    found = [(kind, n) for kind in _NAMES for n in _by_peers(kind, rf"(?<!\w){name}(?!\w)")]
+    return "".join(f"; write `from flexmasks.{kind}s import {n}`" for kind, n in found[:1])
+
+
+def nearest(kind: str, name: str) -> str:
+    """Return what to write in place of a name that `flexmasks.masks` or `.scores` lacks, as the rest of a sentence."""
+    for k, known in _NAMES.items():
+        if name in known:
+            is_ours = known[name].by_library
+            return (
+                f"; write `from flexmasks.{k}s import {name}`" if is_ours else f"; write `flexmasks.get_{k}({name!r})`"
+            )
+    hint = _hint(kind, name)
+    meant = re.match(r"did you mean (?:the (\w+) )?'(\w+)'", hint)
+    return f"; {hint}" + (f" Write `from flexmasks.{meant[1] or kind}s import {meant[2]}`" if meant else "")
+
+
 @compat.constant_in_graphs
 def owners_of(parameter: str) -> str:
     """The end of a sentence that names the masks and scores with a parameter, or ""."""

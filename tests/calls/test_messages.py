@@ -30,6 +30,7 @@ from flexmasks.bench import demo
 from flexmasks.flex import flex_attention
 from flexmasks.integrations import distributed
 from flexmasks.kernels import compiling
+from flexmasks.spec import definitions
 
 PACKAGE = Path(flexmasks.__file__).parent
 B, H, S, D = 2, 4, 16, 8
@@ -505,11 +506,44 @@ def test_beginnings_of_names_come_first(part: str, first: str) -> None:
     assert f"did you mean {first!r}" in message_of(flexmasks.get_mask, part)
 
 
-def test_names_that_stand_elsewhere_in_the_package() -> None:
-    for name in ("causal", "softcap", "create_block_mask"):
-        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; it is flexmasks\.\w+\.{name}"):
-            getattr(flexmasks, name)
-    assert not hasattr(flexmasks, "nonsense")
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("flexmasks", "causal", "from flexmasks.masks import causal"),
+        ("flexmasks", "softcap", "from flexmasks.scores import softcap"),
+        ("flexmasks", "flex_attention", "from flexmasks.flex import flex_attention"),
+        ("flexmasks", "create_block_mask", "from flexmasks.flex import create_block_mask"),
+        ("flexmasks", "pack", "from flexmasks.trees import pack"),
+        ("flexmasks", "huggingface", "from flexmasks.integrations import huggingface"),
+        ("flexmasks", "generate_alibi_bias", "from flexmasks.scores import alibi"),
+        ("flexmasks", "AlibiBias", ""),
+        ("flexmasks.masks", "causal_mask", "from flexmasks.masks import causal"),
+        ("flexmasks.masks", "generate_tanh_softcap", "from flexmasks.scores import softcap"),
+        ("flexmasks.masks", "softcap", "from flexmasks.scores import softcap"),
+        ("flexmasks.scores", "causal", "from flexmasks.masks import causal"),
+        ("flexmasks.scores", "__wrapped__", ""),
+    ],
+)
+def test_names_that_stand_elsewhere(module: str, name: str, instead: str) -> None:
+    uses = {f"import {module}; {module}.{name}": AttributeError, f"from {module} import {name}": ImportError}
+    for code, kind in uses.items():
+        with pytest.raises(kind) as raised:
+            exec(code)
+        assert re.findall("[Ww]rite `(.*)`$", str(raised.value)) == [instead][: bool(instead)]
+    if instead:
+        exec(instead)
+
+
+def test_a_mask_of_yours_is_no_name_of_the_module() -> None:
+    @flexmasks.register_mask()
+    def of_this_test(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+    try:
+        with pytest.raises(AttributeError, match=r"write `flexmasks\.get_mask\('of_this_test'\)`"):
+            flexmasks.masks.of_this_test  # type: ignore[attr-defined] # noqa: B018
+    finally:
+        del definitions.names("mask")["of_this_test"]
 
 
 def test_a_score_of_nothing_inside_torch_compile() -> None:
