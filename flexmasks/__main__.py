@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if getattr(arguments, "modules", None):
             import_modules(arguments.modules)
-        if arguments.command == "demo":
+        if arguments.command is None:
+            parser.print_help()
+        elif arguments.command == "demo":
             from flexmasks.bench.demo import main as demo
 
             demo()
@@ -75,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`python -m flexmasks COMMAND --help` describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"flexmasks {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parent = import_parser()
     _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")
     list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
@@ -113,6 +115,8 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
         ("--block-size", "positions in a block (default: 128, or 1 for short lengths)"),
     ):
         parser.add_argument(option, metavar="N", type=positive, help=does)
+    does = "where the queries start: a position, first or last"
+    parser.add_argument("--q-offset", metavar="N", type=_alignment, help=does)
     for option, drawn in (("-b", "batch element"), ("--head", "head")):
         parser.add_argument(option, metavar="N", type=int, default=0, help=f"the {drawn} to draw (default: 0)")
     does = "also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
@@ -199,6 +203,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _alignment(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text  # `draw` says which words there are
+
+
 def import_modules(modules: list[str]) -> None:
     sys.path.insert(0, "")  # the installed command does not search the current folder otherwise
     for module in modules:
@@ -235,6 +243,7 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
             b=arguments.b,
             h=arguments.head,
             block_size=arguments.block_size,
+            q_offset=arguments.q_offset,
         )
         print(f"{picture}\n")
         if arguments.save and entry is named[0]:

@@ -6,7 +6,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
 
 - Public calls: `says_what_to_write`, `in_message`, `as_number`, `device_named` and `progress` make errors and progress
   look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them
-  (`MaskLike`, `ScoreLike`); a `Definition` has a `Parameter` for each of the function's.
+  (`MaskLike`, `ScoreLike`), `Alignment` is where queries start, and a `Definition` has a `Parameter` for each of the
+  function's.
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`; `shown_by`
   is the mask that kernels read in a BlockMask.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
@@ -48,7 +49,7 @@ from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
+from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
@@ -77,7 +78,7 @@ _MODULES = {
 
 __all__ = [
     "says_what_to_write", "in_message", "as_number", "device_named", "progress",
-    "from_arguments", "MaskLike", "ScoreLike", "definition", "define", "Definition", "Parameter",
+    "from_arguments", "MaskLike", "ScoreLike", "Alignment", "definition", "define", "Definition", "Parameter",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from html import escape
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from flexmasks import Mask, Score, get_mask, get_score, list_masks, list_scores
 from flexmasks.extend import (
+    Alignment,
     MaskLike,
     MaskOverLengths,
     ScoreLike,
@@ -39,7 +39,7 @@ def draw(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Tensor | Sequence[int] = 0,
+    q_offset: Alignment = None,
     **params: Any,
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
@@ -58,8 +58,9 @@ def draw(
     if q_len is None:
         accepted = accepted_lengths(value, b, h)
         q_len, kv_len = accepted[0], kv_len or accepted[1]
+        q_offset = 0 if q_offset is None else q_offset
     if batch is None:
-        is_sequence = isinstance(q_offset, Sequence) or getattr(q_offset, "ndim", 0) > 0
+        is_sequence = isinstance(q_offset, list | tuple) or getattr(q_offset, "ndim", 0) > 0
         batch = value.implied_size("B") or (len(cast(Tensor, q_offset)) if is_sequence else None)
     heads = value.implied_size("H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
@@ -90,7 +91,7 @@ def show(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Tensor | Sequence[int] = 0,
+    q_offset: Alignment = None,
     columns: int | None = None,
     **params: Any,
 ) -> None:
@@ -107,7 +108,8 @@ def show(
         batch, heads: numbers of batch elements and heads; by default what the parameters' shapes imply, else b + 1
             and h + 1 (registered score changes get at least 8 heads).
         block_size: an int or a pair; by default 1 up to 128 positions, else 128.
-        q_offset: where the queries start, as in `flexmasks.attention`.
+        q_offset: where the queries start, as in `flexmasks.attention`, and to be given where it must be there; by
+            default at key 0 where the parameters suggest the lengths.
         columns: width of the text in characters; by default the terminal's, at most 80.
         params: the parameters of the mask or score.
 

@@ -33,6 +33,20 @@ def as_words(text: str) -> str:
     return " ".join(text.split())
 
 
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys)
+    assert shown.startswith("usage: python -m flexmasks")
+    assert all(f"\n    {name} " in shown for name in ("demo", "list", "show", "bench"))
+
+
+def test_show_asks_where_queries_start(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "show", "causal", "--length", "2", "--kv-length", "4"
+    assert main([*words]) == 2
+    assert "2 queries, 4 keys: pass q_offset=2 or 'last'" in capsys.readouterr().err
+    assert "\n███·\n████\n" in printed(capsys, *words, "--q-offset", "last")
+    assert "\n██··\n███·\n" in printed(capsys, *words, "--q-offset", "1")
+
+
 @pytest.mark.parametrize("columns", [45, 61, 80, 200])
 def test_the_list_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -34,16 +34,16 @@ IDS = torch.arange(1000) // 170
 RANDOM = torch.rand(999, 333, generator=torch.Generator().manual_seed(0)) < 0.02
 CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
     "causal": ("causal", 1024, 1024, {}),
-    "causal, odd lengths": ("causal", 999, 1001, {}),
+    "causal, odd lengths": ("causal", 999, 1001, {"q_offset": "first"}),
     "one query": ("causal", 1, 700, {"q_offset": 699}),
     "one key": ("full", 300, 1, {}),
     "window": ("sliding_window", 1000, 1000, {"window": 200}),
     "window of small blocks": ("sliding_window", 100, 100, {"window": 20, "block_size": 16}),
-    "window of odd blocks": ("sliding_window", 100, 90, {"window": 20, "block_size": (7, 30)}),
+    "window of odd blocks": ("sliding_window", 100, 90, {"window": 20, "block_size": (7, 30), "q_offset": 0}),
     "single pairs": ("sliding_window", 40, 40, {"window": 3}),
     "nothing": (lambda b, h, q, kv: (q < 0) & (kv < 0), 300, 300, {}),
     "documents": ("document", 1000, 1000, {"document_ids": IDS}),
-    "holes": (lambda b, h, q, kv: RANDOM[q, kv], 999, 333, {}),
+    "holes": (lambda b, h, q, kv: RANDOM[q, kv], 999, 333, {"q_offset": 0}),
     "canvas": ("natten", 1024, 1024, {"height": 32, "width": 32, "kernel": 5}),
     "second element": ("grouped_tril", 700, 700, {"seq_lens": [700, 300], "b": 1}),
     "third head": (lambda b, h, q, kv: (q - kv) % (h + 2) == 0, 260, 260, {"h": 2}),
@@ -61,7 +61,7 @@ def dense_of(name: str) -> Tensor:
     mask, q_len, kv_len, more = CASES[name]
     rest = {n: v for n, v in more.items() if n not in ("b", "h", "block_size")}
     heads = 3 if "h" in more else None
-    dense = flexmasks.dense_mask(mask, q_len, kv_len, heads=heads, **{"q_offset": 0, **rest})
+    dense = flexmasks.dense_mask(mask, q_len, kv_len, heads=heads, **rest)
     return dense[min(more.get("b", 0), len(dense) - 1), min(more.get("h", 0), dense.shape[1] - 1)]
 
 
@@ -402,6 +402,16 @@ def test_a_mask_that_cannot_be_drawn_shows_its_repr_and_why() -> None:
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "length 0": (lambda: flexmasks.show("causal", 0), ValueError, "`q_len` must be an int of at least 1, got 0"),
+    "where queries start": (
+        lambda: flexmasks.show("causal", 3, 5),
+        ValueError,
+        "flexmasks.show: 3 queries, 5 keys: pass q_offset=2 or 'last'",
+    ),
+    "a word that says nothing of queries": (
+        lambda: flexmasks.show("causal", 3, 5, q_offset="middle"),
+        ValueError,
+        "`q_offset` must be 'first', 'last', an int, or integers [B], got 'middle'",
+    ),
     "keys 0": (lambda: flexmasks.show("causal", 3, 0), ValueError, "`kv_len` must be an int of at least 1, got 0"),
     "length of a score": (lambda: flexmasks.show("alibi", 0), ValueError, "`q_len` must be an int of at least 1"),
     "length 2.5": (lambda: flexmasks.show("causal", 2.5), ValueError, "`q_len` must be an int"),  # type: ignore[arg-type]
@@ -451,7 +461,7 @@ def test_scores_are_what_they_add() -> None:
         assert cells.element == f"head {h}"
         assert cell == (1, 1)
         assert torch.allclose(values, -slopes[h] * distance)
-    cells = flexmasks.draw("checkerboard", 30, 20)._cells
+    cells = flexmasks.draw("checkerboard", 30, 20, q_offset="first")._cells
     values, _ = cells.grid(30, 20)
     assert cells.kind == "change"
     assert torch.equal(values, torch.where((torch.arange(30)[:, None] - torch.arange(20)) % 2 == 0, 1.0, -0.5))
@@ -472,7 +482,7 @@ def test_scores_are_what_they_add() -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 23, 64, 333, 8192])
 def test_pictures_of_scores_at_any_length(length: int) -> None:
     for score, params in (("alibi", {}), ("checkerboard", {}), ("softcap", {"cap": 30.0})):
-        picture = flexmasks.draw(score, length, length + 1, **params)
+        picture = flexmasks.draw(score, length, length + 1, q_offset="last", **params)
         root = parsed(picture.svg())
         if score == "alibi":
             assert "added to each score" in {t.text for t in root.iter(f"{SVG}text")}
