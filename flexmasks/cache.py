@@ -32,11 +32,32 @@ class CacheInfo(NamedTuple):
     max_bytes: int
     parts: Mapping[str, CacheInfo]  # the same of what it holds, by kind
 
+    @property
+    def share(self) -> float:
+        """The share of the cache that is full, from 0 to 1."""
+        return self.bytes / max(1, self.max_bytes)
+
     def __repr__(self) -> str:
         """Names of the parts in use stand for what they hold, which takes thousands of characters."""
         counts = ", ".join(f"{name}={value}" for name, value in zip(self._fields, self[:-1], strict=False))
         used = [name for name, info in self.parts.items() if any(info[:4])]
         return f"CacheInfo({counts}, parts={{{', '.join(used)}}})"
+
+
+class CacheInfos(dict[str, CacheInfo]):
+    """The counts and sizes of all caches by name, printed as a table."""
+
+    def __repr__(self) -> str:
+        from tabulate import tabulate  # imported at the first use
+
+        rows = []
+        for name, info in self.items():
+            size = "" if name in ("kernels", "launches") else f"{info.bytes / 1e6:,.1f}"
+            used = [part for part, held in info.parts.items() if any(held[:4])]
+            rows.append((name, info.hits, info.misses, info.entries, size, f"{info.share:.0%}", ", ".join(used)))
+        headers = ["cache", "hits", "misses", "entries", "MB", "full", "holds"]
+        aligned = ("left", *["right"] * 5, "left")
+        return tabulate(rows, headers, colalign=aligned, disable_numparse=True, maxcolwidths=[*[None] * 6, 40])
 
 
 @dataclass
@@ -207,8 +228,9 @@ MAX_LAUNCHES = 4096  # of a kernel
 _MAX_COMPARED = 1 << 16  # bytes of a tensor whose changes torch does not count, compared in some microseconds
 
 
-def cache_info() -> dict[str, CacheInfo]:
-    """Return hits, misses, entries and bytes: the total of the library's four caches, then each, by name.
+def cache_info() -> CacheInfos:
+    """Return hits, misses, entries and bytes: the total of the library's four caches, then each, by name, in a
+    dictionary that prints as a table.
 
     The bytes of the total are those of `kinds` and `plans`. `kinds` holds what is known about kinds of calls, which
     differ in the values of tensors only, `plans` what was made for certain tensors, `kernels` compiled kernels, each
@@ -235,7 +257,7 @@ def cache_info() -> dict[str, CacheInfo]:
         sum(info.max_bytes for info in of_tensors),
         {},
     )
-    return {"total": total, **caches}
+    return CacheInfos(total=total, **caches)
 
 
 def clear_caches() -> None:

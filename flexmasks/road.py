@@ -638,7 +638,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         not_here = tuple(name for name, reason in others.items() if is_not_here(reason))
         invariance = _invariance(call, request.backend_name, chosen.name)
         return Explanation(
-            chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks, invariance, not_here
+            chosen.name, compiles, chosen.recompiles_on, others, plan, form, blocks, invariance, not_here
         )
 
 

@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes t
 Tokens = Tensor | Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TreeBatch:
     """Sequences as trees in rows of equal length, as `pack` returns them. R rows have N tokens each.
 
@@ -52,12 +52,18 @@ class TreeBatch:
     lengths: list[int]
     places: list[tuple[int, Tensor]]
     repeated: int = 0
-    _flat: Tensor = field(init=False, repr=False)  # the places of all sequences in the flattened rows
-    _plans: dict[int | None, Plan] = field(init=False, repr=False, default_factory=dict)  # by their windows
+    _flat: Tensor = field(init=False)  # the places of all sequences in the flattened rows
+    _plans: dict[int | None, Plan] = field(init=False, default_factory=dict)  # by their windows
 
     def __post_init__(self) -> None:
         flat = [row * self.tokens.shape[1] + places for row, places in self.places]
         object.__setattr__(self, "_flat", torch.cat(flat))
+
+    def __repr__(self) -> str:
+        counts = {"sequence": len(self.places), "row": len(self.tokens)}
+        sequences, rows = (f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items())
+        tokens = f"{len(self._flat)} tokens in {sum(self.lengths)}"
+        return f"TreeBatch({sequences}, {tokens}, {self.saved:.0%} saved, {rows})"
 
     @property
     def saved(self) -> float:
@@ -324,6 +330,8 @@ def pack(
     Example:
         >>> from flexmasks import trees
         >>> batch = trees.pack([[5, 6, 7], [5, 6, 8, 9], [3]])
+        >>> batch
+        TreeBatch(3 sequences, 8 tokens in 6, 25% saved, 1 row)
         >>> batch.tokens.tolist(), batch.parents.tolist()
         ([[3, 5, 6, 7, 8, 9]], [[-1, -1, 1, 2, 2, 4]])
         >>> batch.position_ids.tolist(), batch.weights.tolist()

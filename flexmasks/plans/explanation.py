@@ -24,9 +24,9 @@ class Explanation:
     """
 
     backend: str
-    others: Mapping[str, str]  # reasons against the other backends, by name
     compiles: str  # whether this call compiles, and why
     recompiles_on: str  # changes that would make a later call compile again, or ""
+    others: Mapping[str, str]  # reasons against the other backends, by name
     plan: str  # how the blocks are found when tensors change
     mask: str  # what the kernel computes the mask from
     blocks: Blocks  # what the mask skips
@@ -34,7 +34,10 @@ class Explanation:
     not_here: tuple[str, ...] = ()  # the other backends that this machine, or the device of the call, lacks
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [("backend", self.backend)]
+        rows = [("backend", self.backend), ("compiles", self.compiles)]
+        if self.recompiles_on:
+            rows.append(("recompiles on", self.recompiles_on))
+        rows += [("plan", self.plan), ("mask", self.mask), ("invariant", self.invariant)]
         rows += [(f"not {name}", reason) for name, reason in self.others.items() if name not in self.not_here]
         lacking: dict[str, list[str]] = {}
         for name in self.not_here:
@@ -42,9 +45,6 @@ class Explanation:
         if lacking:
             said = [f"{', '.join(names)} ({reason})" for reason, names in lacking.items()]
             rows.append(("not here", "; ".join(said)))
-        rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask), ("invariant", self.invariant)]
-        if self.recompiles_on:
-            rows.append(("recompiles on", self.recompiles_on))
         return rows
 
     def __str__(self) -> str:
