@@ -210,7 +210,7 @@ def attention(
         True
     """
     if layout != "bhsd":
-        q, k, v = _with_heads_first(layout, q, k, v)
+        q, k, v = _with_heads_first(layout, q=q, k=k, v=v)
     if return_max is not False:
         _check_return_max(return_max)
     if block_mask is None and hasattr(mask, "kv_num_blocks"):
@@ -371,8 +371,8 @@ def varlen_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
-    backend: str = "auto", **params: Any,
+    q_offset: Alignment = None, layout: Layout = "bhsd", sink_logits: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: str = "auto", **params: Any,
 ) -> Tensor: ...
 
 
@@ -380,8 +380,8 @@ def paged_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
-    backend: str = "auto", **params: Any,
+    q_offset: Alignment = None, layout: Layout = "bhsd", sink_logits: Tensor | None = None,
+    return_lse: Literal[True], backend: str = "auto", **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -389,8 +389,8 @@ def paged_attention(
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
-    **params: Any,
+    q_offset: Alignment = None, layout: Layout = "bhsd", sink_logits: Tensor | None = None,
+    return_lse: bool, backend: str = "auto", **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -407,6 +407,7 @@ def paged_attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     q_offset: Alignment = None,
+    layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -431,7 +432,7 @@ def paged_attention(
     queries there is `varlen_attention`.
 
     Args:
-        q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.
+        q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise; see `layout`.
         k_cache, v_cache: [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv], one pool for all sequences;
             the pages of each cache must follow each other in memory. Unused slots of k_cache may hold anything, NaN
             too; unused slots of v_cache must be finite.
@@ -446,10 +447,12 @@ def paged_attention(
             sees all keys of its sequence.
         score: as in `attention`.
         q_offset: where the queries start in their sequences, as in `attention`; by default "last", kv_lens - Q.
+        layout: of q and the output: "bhsd", [B, H, Q, D], or "bshd", [B, Q, H, D], as FlashAttention and vLLM hold
+            them. The caches are as above and the lse is [B, H, Q] in both.
         scale, sink_logits, return_lse, backend, **params: as in `attention`.
 
     Returns:
-        The output, [B, H, Q, Dv] in q's dtype, or (output, lse).
+        The output, [B, H, Q, Dv] or as `layout` says, in q's dtype, or (output, lse).
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
@@ -463,11 +466,14 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
+    if layout != "bhsd":
+        (q,) = _with_heads_first(layout, q=q)
     request = later.request.Request(
         mask, score, params, as_number(scale), None, _on_device_of(q, q_offset), sink_logits, return_lse, backend
     )
     pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
     out, lse = later.pages.run_paged(q, k_cache, v_cache, pages, lens, request)
+    out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -601,25 +607,26 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
     _check_return_max(arguments.pop("return_max", False))
-    q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q, k, v)
+    q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q=q, k=k, v=v)
     own |= {"scale": as_number(own.get("scale")), "q_offset": _on_device_of(q, own.get("q_offset"))}
     own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))
     with compat.keeping_environment():
         return later.road.explain(q, k, v, later.request.Request(params=arguments, **own))
 
 
-def _with_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the layout "bhsd"."""
+def _with_heads_first(layout: str, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors, which messages name, in the layout "bhsd"."""
     if layout == "bhsd":
-        return q, k, v
+        return tuple(tensors.values())
     if layout != "bshd":
         raise ValueError(f"flexmasks.attention: `layout` must be 'bhsd' or 'bshd', got {in_message(layout)}.")
     try:
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return tuple([x.transpose(1, 2) for x in tensors.values()])
     except (AttributeError, LookupError, ValueError):  # no tensors, or of fewer dimensions
-        got = f"got q {in_message(q)}, k {in_message(k)}, v {in_message(v)}"
-        wanted = "with layout='bshd', q, k and v must be tensors [B, S, H, D]"
-        raise TypeError(f"flexmasks.attention: {wanted}; {got}.") from None
+        got = ", ".join(f"{name} {in_message(x)}" for name, x in tensors.items())
+        names = ", ".join(tensors)
+        wanted = f"with layout='bshd', {names} must be {'a tensor' if len(tensors) == 1 else 'tensors'} [B, S, H, D]"
+        raise TypeError(f"flexmasks.attention: {wanted}; got {got}.") from None
 
 
 def _check_return_max(return_max: Any) -> None:

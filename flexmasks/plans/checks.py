@@ -95,7 +95,9 @@ def check_cache(
         wrong("q, k_cache and v_cache must be on one device")
     if q.shape[-1] != k_cache.shape[3]:
         wrong("q and k_cache must have one head size D")
-    _check_groups(wrong, q.shape[1], k_cache.shape[2], "; pages [n_pages, Hkv, page_size, D] need .transpose(1, 2)")
+    of_q = "q [B, Q, H, D] needs layout='bshd', " if batch is None else ""
+    advice = f"; {of_q}pages [n_pages, Hkv, page_size, D] need .transpose(1, 2)"
+    _check_groups(wrong, q.shape[1], k_cache.shape[2], advice)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         has_gaps = len(x) > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
         if has_gaps or x.stride(3) != 1:

@@ -151,6 +151,27 @@ def test_the_last_queries(page_size: int, columns: int, queries: int, device: st
             assert error(out, cache.expected(q, everything)[0]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_before_heads(device: str, backend: str) -> None:
+    """q and the output are [B, Q, H, D], and the lse is [B, H, Q] all the same."""
+    cache, q = decoding(device)
+    given = q.new_empty(4, 1, 6, 2, 32)[..., 0, :].copy_(q.transpose(1, 2))  # each head of a tensor with gaps
+    out, lse = cache.attention(given, mask="causal", layout="bshd", return_lse=True, backend=backend)
+    assert out.shape == (4, 1, 6, 32)
+    want, want_lse = cache.expected(q, last)
+    assert error(out.transpose(1, 2), want) < TOLERANCE[torch.float32]
+    torch.testing.assert_close(lse.double().cpu(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layout_of_queries_that_is_not_said() -> None:
+    cache, q = decoding()
+    with pytest.raises(ValueError, match=r"must be a multiple of .*; q \[B, Q, H, D\] needs layout='bshd'"):
+        cache.attention(q.transpose(1, 2), mask="causal")
+    with pytest.raises(TypeError, match=r"^flexmasks.paged_attention: with layout='bshd', q must be a tensor"):
+        cache.attention(q[0, 0, 0], mask="causal", layout="bshd")
+
+
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.campaign), torch.bfloat16], ids=label)
 def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
