@@ -524,8 +524,7 @@ class MaskPlan(ModifierPlan):
                     look.confirm()
             except Unfit:
                 return None
-            room = made.q.shape[0] - 1
-            count = room if look is None else abs(int(made.counts[0]))
+            room, count = made.q.shape[0] - 1, int(made.q.diff().count_nonzero())  # the others are empty
             known = computed_in_sequences(cast(Window, self.window), self.size.batch, self.size.q_len, count, room)
             _COMPUTED.put(key, (), known, FACT)
         return known

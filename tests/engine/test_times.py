@@ -81,7 +81,9 @@ def test_what_backends_make_of_tensors_takes_time() -> None:
 
 
 def test_sequences_are_counted_once_for_a_kind() -> None:
-    """By the first ids of a kind, and by the shape of offsets. A whole mask has the batch elements of its tensors."""
+    """By the first tensors of a kind, whether the room for them is looked at, promised, or the shape of offsets. A
+    whole mask has the batch elements of its tensors.
+    """
 
     def case_and_computed(**mask: Any) -> tuple[Case, Computed]:
         q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16)
@@ -90,11 +92,15 @@ def test_sequences_are_counted_once_for_a_kind() -> None:
 
     for length in (512, 256):
         ids = (torch.arange(1024) // length).expand(2, -1).clone()
-        found = case_and_computed(mask=flexmasks.get_mask("document", document_ids=ids) & flexmasks.get_mask("causal"))
-        assert found == (Case(64, False, True, 128, 8, 128), Computed(512 / 128 - 1.3, 2.5, sequences=64 * 128 / 2048))
+        for more, room in ({}, 64), ({"contiguous": True}, 2 * 16):
+            mask = flexmasks.get_mask("document", document_ids=ids, **more) & flexmasks.get_mask("causal")
+            found = case_and_computed(mask=mask)
+            computed = Computed(512 / 128 - 1.3, 2.5, sequences=room * 128 / 2048)
+            assert found == (Case(64, False, True, 128, 8, 128), computed)
     offsets = torch.arange(0, 1025, 256)
     case, computed = case_and_computed(mask=flexmasks.packed("causal", offsets))
     assert (case.whole, computed.sequences) == (64, 2 * 5 * 128 / 2048)
+    assert computed.full == pytest.approx(256 / 128 - 1.3)
 
 
 def test_other_gpus_are_scaled() -> None:
