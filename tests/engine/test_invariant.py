@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import compat, context, get_mask
-from flexmasks.backends import fa4, fa4_package, table
+from flexmasks.backends import fa4, fa4_functions, fa4_package, table
 from flexmasks.kernels.sinks import with_sinks
 
 
@@ -279,6 +279,25 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     backends = {name: table.BACKENDS[name] for name in ("fa4", "sdpa")} | {"flex": flex}
     monkeypatch.setattr(table, "BACKENDS", backends)
     return given
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "tile"),
+    [
+        ((3, 1, 8, 64), (3, 100, 8, 64), True),
+        ((3, 16, 32, 128), (50, 16, 8, 128), True),  # from pages
+        ((3, 17, 32, 128), (50, 16, 8, 128), False),
+        ((3, 1, 8, 96), (3, 100, 8, 96), False),
+        ((3, 1, 8, 128), (3, 100, 8, 64), False),
+        ((30, 8, 64), (30, 8, 64), False),  # end to end
+    ],
+)
+def test_few_queries_take_a_small_tile(
+    q: tuple[int, ...], k: tuple[int, ...], tile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4_functions, "capability", lambda device: (9, 0))
+    tensors = (torch.empty(shape, device="meta") for shape in (q, k, k))
+    assert fa4_functions._tile_of_few(*tensors) == ({"tile_mn": (64, 128)} if tile else {})
 
 
 def _qkv(q_len: int, kv_len: int, learns: bool = False) -> list[Tensor]:
