@@ -49,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
+    "compare", "Comparison",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -56,8 +57,10 @@ __all__ = [
 ]  # fmt: skip
 # Names that are imported at their first use, with their modules: processes that only make masks do not need them.
 _MODULES = {
+    "Comparison": "flexmasks.asking.compare",
     "Picture": "flexmasks.pictures.picture",
     "Plan": "flexmasks.planning",
+    "compare": "flexmasks.asking.compare",
     "draw": "flexmasks.pictures.show",
     "show": "flexmasks.pictures.show",
     "masked_softmax": "flexmasks.softmax",

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.build import build
+from flexmasks.blocks.build import build, materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.difference import Difference, Side, difference
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
@@ -46,9 +47,10 @@ from flexmasks.kernels.wide import copy
 from flexmasks.planning import Plan
 from flexmasks.plans.held import Sizes
 from flexmasks.plans.lengths import Lengths, plan_mask
-from flexmasks.plans.naming import check_open_extents, naming
+from flexmasks.plans.naming import check_open_extents, named, naming
 from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import shifted_mask, sized
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
@@ -131,7 +133,7 @@ class MaskOverLengths:
     def __init__(self, call: str, mask: Mask, **lengths: Any) -> None:
         plan = plan_mask(call, mask, Lengths(**lengths))
         self.mask, self.size, self.block_size = mask, plan.size, plan.block_size
-        self.function = plan.bound()
+        self.function = shifted_mask(mask.bind(mask.resolve(sized(plan.size, plan.offset))), plan.offset)
         check_open_extents(mask, self.function, self.size, plan.open_extents)
 
     def strips(self, rows: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
@@ -164,6 +166,16 @@ class MaskOverLengths:
         layout = build(repeating, 1, 1, *lengths, self.size.device, cell, work=Work.bounded(math.prod(lengths)))
         partial, full = (x[0, 0].cpu() for x in of_block_mask(layout.block_mask(repeating)))
         return partial | full, full
+
+    def difference(self, other: MaskOverLengths) -> Difference:
+        """Return how many pairs this mask (a) and another one (b) over the same lengths show alone, exactly."""
+        size = self.size
+        sides = []
+        for mask in (self, other):
+            with naming(mask.mask):
+                materialize(mask.function, size.batch, size.heads, 1, 1, mask.size.device)
+            sides.append(Side(named(mask.mask, mask.function), mask.size.device))
+        return difference(sides[0], sides[1], size.batch, size.heads, size.q_len, size.kv_len)
 
     def depends(self, n: int, dim: int) -> bool:
         """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
@@ -240,7 +252,7 @@ def shown_by(block_mask: BlockMask) -> Mask:
         block = *leading(full, b, h, q), q // height, kv // width
         return full[block] | (partial[block] & mask_mod(b, h, q, kv))
 
-    return Mask.of(define("mask", shown, "blocks"), {})
+    return Mask.of(define("mask", shown, f"BlockMask of {define('mask', mask_mod).name}"), {})
 
 
 class Kept(Part[Value]):

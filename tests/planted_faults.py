@@ -53,6 +53,15 @@ FAULTS: list[Fault] = [
     ),
     Fault("backends/cudnn.py", " and computed.uneven <= _MOST_UNEVEN", ""),
     Fault("backends/cudnn.py", "lse.masked_fill(form.hidden, -torch.inf)", "lse"),
+    # --- masks compared ---
+    Fault("blocks/difference.py", "(a.certain & ~b.possible) * pairs", "(a.possible & ~b.possible) * pairs"),
+    Fault("blocks/difference.py", "possible & found.possible", "found.certain"),
+    Fault("blocks/difference.py", "(self._lengths - at[:, 2:]).clamp(0, side)", "(self._lengths - at[:, 2:]).clamp(0)"),
+    Fault("blocks/difference.py", " & exists).flatten(2)", ").flatten(2)"),
+    Fault("blocks/difference.py", "differing[int(place.argmin())]", "differing[0]"),
+    Fault("blocks/difference.py", "(batch // of_batch) * (heads // of_heads)", "batch // of_batch"),
+    Fault("asking/compare.py", "            if first is not None:", "            if only_a:"),
+    Fault("asking/picture.py", "torch.where(only_a & only_b, _EITHER, kinds)", "kinds"),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),
     Fault("ranges/arithmetic.py", "torch.maximum(x.hi, -x.lo)\n    if", "torch.maximum(x.hi, x.lo)\n    if"),

@@ -2,69 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, Plan, get_mask
-from flexmasks.extend import MaskOverLengths, shown_by
+from flexmasks.extend import MaskLike, MaskOverLengths, define, definition, from_arguments, shown_by
 
-SIZES = ("q_len", "kv_len", "batch", "heads")
+Subjects = MaskLike | Sequence[MaskLike] | Plan | BlockMask
+_SIZES = ("q_len", "kv_len", "batch", "heads")
 
 
 class Subject(NamedTuple):
-    """A mask of which a user asks something, with what is known of its sizes without him."""
+    """A mask of which a user asks something, with what is known of its lengths."""
 
     mask: Mask
-    sizes: Mapping[str, Any]  # some of q_len, kv_len, batch, heads and q_offset
-    function: Mask | None = None  # of a BlockMask, whose lists hide and show pairs beside its function
+    sizes: Mapping[str, Any]  # q_len, kv_len, batch and heads that the mask is for, each int or None
+    q_offset: Any = None  # of a plan or BlockMask, whatever the user says
+    function: Mask | None = None  # of a BlockMask, whose lists may hide and show other pairs
 
     def over(self, call: str, **lengths: Any) -> MaskOverLengths:
-        """Return the mask over lengths: those of the user where they are not None, else its own.
+        """Return the mask over lengths: the user's, and those of the mask itself in place of None.
 
         call: the name of the public call, with which errors begin.
 
         Raises ValueError if the mask is for other lengths, and what `MaskOverLengths` raises.
         """
-        return MaskOverLengths(call, self.mask, **sizes_of(call, self, **lengths))
+        lengths = sizes_of(call, self, **lengths)
+        if self.q_offset is not None:
+            lengths["q_offset"] = self.q_offset
+        return MaskOverLengths(call, self.mask, **lengths)
 
 
-def subject_of(given: Any, params: Mapping[str, Any] | None = None) -> Subject:
-    """Return a subject of a name, Mask, function, plan, BlockMask or boolean tensor of pairs. Functions of transformers
-    take their indices by position, as all functions do.
+def subject_of(given: Subjects, params: Mapping[str, Any] | None = None) -> Subject:
+    """Return a subject of a name, Mask, function, plan, BlockMask, boolean tensor of pairs, or list of masks. Functions
+    of transformers take their indices by position, as all functions do.
 
     params: parameters of a mask that is given by name or as a function.
 
     Raises ValueError or TypeError for anything else.
     """
+    params = params or {}
     if isinstance(given, BlockMask):
         batch, heads = (n if n > 1 else None for n in given.kv_num_blocks.shape[:2])
-        sizes = dict(zip(SIZES, (*given.seq_lengths, batch, heads), strict=True))
-        return Subject(shown_by(given), sizes, get_mask(given.mask_mod))
+        sizes = dict(zip(_SIZES, (*given.seq_lengths, batch, heads), strict=True))
+        return Subject(shown_by(given), sizes, 0, get_mask(given.mask_mod, **params))
     if isinstance(given, Plan):
-        own = given.sizes
-        sizes = {"q_len": own.q_len, "kv_len": own.kv_len, "batch": own.batch, "heads": own.heads}
-        return Subject(given.mask, sizes | {"q_offset": given.q_offset})
-    mask = get_mask(given, **(params or {}))
+        mask, own = get_mask(given.mask, **params), given.sizes
+        return Subject(mask, {name: getattr(own, name) for name in _SIZES}, given.q_offset)
+    if isinstance(given, list | tuple):
+        return Subject(cast(Mask, from_arguments(given, None, params)[0]), {})
+    mask = get_mask(cast(MaskLike, given), **params)
     if isinstance(given, Tensor):
         return Subject(mask, {"q_len": given.shape[-2] if given.shape[-2] > 1 else None, "kv_len": given.shape[-1]})
     return Subject(mask, {})
 
 
+def takes(given: Subjects, name: str) -> bool:
+    """Return whether a mask by name or a function has a parameter of this name."""
+    if isinstance(given, str):
+        return name in definition("mask", given).parameters
+    if not callable(given) or isinstance(given, Mask | Plan | BlockMask | Tensor):
+        return False
+    return name in define("mask", given).parameters
+
+
 def sizes_of(call: str, *subjects: Subject, **lengths: Any) -> dict[str, Any]:
     """Return lengths with what subjects know in place of None. Raises ValueError where they are for other lengths."""
-    merged = dict(lengths)
     for subject in subjects:
         for name, own in subject.sizes.items():
-            if merged.get(name) is None:
-                merged[name] = own
-            elif type(own) is int and merged[name] != own:
-                raise ValueError(f"{call}: {subject.mask!r} is for {name}={own}, and `{name}` is {merged[name]!r}.")
-    if merged.get("q_len") is None:
+            if own is not None and lengths.get(name) not in (None, own):
+                raise ValueError(f"{call}: {subject.mask!r} is for {name}={own}, got {name}={lengths[name]!r}.")
+            lengths[name] = own if lengths.get(name) is None else lengths[name]
+    if lengths.get("q_len") is None:
         raise ValueError(f"{call}: pass `q_len`, the number of queries.")
-    for name in ("batch", "heads"):
-        if merged.get(name) is None:
-            merged[name] = next((n for subject in subjects if (n := subject.mask.implied_size(name[0].upper()))), None)
-    return merged
+    for name, dimension in (("batch", "B"), ("heads", "H")):
+        if lengths.get(name) is None:
+            lengths[name] = next((n for subject in subjects if (n := subject.mask.implied_size(dimension))), None)
+    return lengths

@@ -7,7 +7,8 @@ files raise ValueError or TypeError.
 blocks element by element, and `elements` evaluates the mask there; where kernels read the mask as bits, `bits`
 evaluates them whole instead, and keeps the result. `build` joins both results, and `lists` makes the index lists.
 `counts` counts the blocks and pairs of a BlockMask and proves what kernels may rely on. `strips` counts at any length
-in bounded memory. `limits` bounds the work done at once, and that of a whole search.
+in bounded memory, and `difference` the pairs that one of two masks shows alone. `limits` bounds the work done at once,
+and that of a whole search.
 """
 
 from flexmasks.blocks.build import Layout as Layout

@@ -43,7 +43,7 @@ class MaskCells:
     """
 
     def __init__(self, mask: MaskOverLengths, b: int, h: int) -> None:
-        self.name = _short(mask.mask)
+        self.name = short(mask.mask)
         self.q_len, self.kv_len, self.block_size = mask.size.q_len, mask.size.kv_len, mask.block_size
         self.counts = mask.counts(b, h)
         self.element = _element(b, h, mask.size, mask.depends)
@@ -82,7 +82,7 @@ class ScoreCells:
 
     def __init__(self, score: ScoreOverLengths, b: int, h: int) -> None:
         size = score.size
-        self.name = _short(score.score)
+        self.name = short(score.score)
         self.q_len, self.kv_len = size.q_len, size.kv_len
         self._score, self._device, self._at = score, size.device, (b, h)
         added = [self._changed(n, *self._places(16, 16)) - n for n in (0.0, 1.0, -3.0)]
@@ -137,7 +137,7 @@ class ScoreCells:
         return not _nearly_equal(changed, changed.narrow(dim, 0, 1).expand_as(changed))
 
 
-def _short(value: Mask | Score) -> str:
+def short(value: Mask | Score) -> str:
     long = r"\(((?:[^(),]+, ){2}[^(),]+), (?:[^(),.]+, ){5,}[^(),]+\)"
     return re.sub(long, lambda m: f"({m[1]}, ... {m[0].count(',') + 1} values)", repr(value))
 

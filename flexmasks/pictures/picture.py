@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +27,6 @@ _SCORE_CELLS = 96  # along the longer side of a score's SVG, where fewer cells m
 _FEWEST_CELLS = 32  # an SVG that is too long gets fewer cells, down to this number
 _LONGEST_CELLS = 60_000  # characters that draw an SVG's cells
 _LINED_BLOCKS = 32  # along an axis; more blocks have no lines between them
-_SYMBOLS = {SKIPPED: "·", HIDDEN: "░", PARTIAL: "▒", VISIBLE: "█"}
 _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score change, from the lowest to the highest; · is 0
 
 
@@ -76,6 +77,15 @@ class Picture(ABC):
             write(path, self.svg() if kind == ".svg" else f"{self.text()}\n")
         return path
 
+    def show(self, columns: int | None = None) -> None:
+        """Show the picture: in Jupyter as SVG, elsewhere as text of that many columns."""
+        self.columns = None if columns is None else check_columns(columns)
+        ipython = sys.modules.get("IPython")
+        if ipython is not None and ipython.get_ipython() is not None:
+            importlib.import_module("IPython.display").display(self)
+        else:
+            print(self)
+
     def __repr__(self) -> str:
         return self.text()
 
@@ -88,7 +98,13 @@ class Picture(ABC):
 
 
 class MaskPicture(Picture):
-    """Picture of a mask's visible pairs and of the blocks that kernels compute."""
+    """Picture of a mask's visible pairs and of the blocks that kernels compute.
+
+    symbols, colors: of the kinds of cells, as text and as names of `svg.LIGHT`.
+    """
+
+    symbols: ClassVar = {SKIPPED: "·", HIDDEN: "░", PARTIAL: "▒", VISIBLE: "█"}
+    colors: ClassVar = {kind: f"k{kind}" for kind in (SKIPPED, HIDDEN, PARTIAL, VISIBLE)}
 
     def __init__(self, cells: MaskCells) -> None:
         self._cells = cells
@@ -98,13 +114,12 @@ class MaskPicture(Picture):
     def text(self, columns: int | None = None) -> str:
         columns = self._text_width(columns)
         grid = _text_grid(self._cells, columns)
-        legend = [(_SYMBOLS[kind], meaning) for kind, meaning in self._legend(grid)]
-        return _text(self._cells, grid, _SYMBOLS, [_legend_line(legend), *self._notes()], columns)
+        legend = [(self.symbols[kind], meaning) for kind, meaning in self._legend(grid)]
+        return _text(self._cells, grid, self.symbols, [_legend_line(legend), *self._notes()], columns)
 
     def svg(self, style: bool = True) -> str:
-        classes = {kind: f"k{kind}" for kind in _SYMBOLS}
-        canvas, grid = _canvas(self._cells, _MASK_CELLS, classes, lambda kinds: kinds, self._block_edges())
-        canvas.swatches((classes[kind], meaning) for kind, meaning in self._legend(grid))
+        canvas, grid = _canvas(self._cells, _MASK_CELLS, self.colors, lambda kinds: kinds, self._block_edges())
+        canvas.swatches((self.colors[kind], meaning) for kind, meaning in self._legend(grid))
         canvas.notes(self._notes())
         return canvas.finished("; ".join([self._cells.name, _subtitle(self._cells), *self._notes()]), style)
 
@@ -114,8 +129,8 @@ class MaskPicture(Picture):
         from matplotlib.patches import Patch
 
         grid = self._cells.grid(_MASK_CELLS, _MASK_CELLS)
-        colors = [svg.LIGHT[f"k{kind}"] for kind in _SYMBOLS]
-        _plot_cells(ax, self._cells, grid, ListedColormap(colors), (0, 3))
+        colors = [svg.LIGHT[name] for name in self.colors.values()]
+        _plot_cells(ax, self._cells, grid, ListedColormap(colors), (0, len(colors) - 1))
         edge = svg.LIGHT["line"]
         handles = [Patch(facecolor=colors[kind], edgecolor=edge, label=text) for kind, text in self._legend(grid)]
         notes = "\n".join(self._notes())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from html import escape
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from flexmasks.extend import (
 )
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
-from flexmasks.pictures.output import CALL, check_columns
+from flexmasks.pictures.output import CALL
 from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 
 _SINGLE_PAIRS_UP_TO = 128  # positions; longer pictures show blocks
@@ -130,13 +128,7 @@ def show(
         6 queries (down) x 6 keys (across), a character is 1 x 1 of them
     """
     sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
-    picture = draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params)
-    picture.columns = None if columns is None else check_columns(columns)
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and ipython.get_ipython() is not None:
-        importlib.import_module("IPython.display").display(picture)
-    else:
-        print(picture)
+    draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params).show(columns)
 
 
 def html_of(value: Any) -> str:

@@ -59,6 +59,16 @@ def naming(value: Modifier) -> Iterator[None]:
         raise named from error.with_traceback(trace or error.__traceback__)
 
 
+def named(value: Modifier, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of a mask or score whose errors name it."""
+
+    def naming_errors(*indices: Tensor) -> Tensor:
+        with naming(value):
+            return function(*indices)
+
+    return naming_errors
+
+
 def _whereabouts(value: Modifier) -> str:
     named = value.named_tensors()
     here = "".join(f"; {name} is on {tensor.device}" for name, tensor in named)

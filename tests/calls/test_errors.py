@@ -806,6 +806,7 @@ BY_POSITION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "dense_mask": (flexmasks.dense_mask, ("causal", 8, 8, 1), "heads="),
     "show": (flexmasks.show, ("causal", 8, 8, 1), "columns="),
     "draw": (flexmasks.draw, ("causal", 8, 8, 1), "block_size="),
+    "compare": (flexmasks.compare, ("causal", "full", 8, 8, 1), "batch="),
     "masked_softmax": (flexmasks.masked_softmax, (Q, "causal"), 'takes x by position; write mask="causal"'),
     "scaled_masked_softmax": (flexmasks.scaled_masked_softmax, (Q, Q > 0, 1.0, 2), "write x, mask and scale"),
     "packed": (flexmasks.packed, ("causal", [0, 8], [0, 8], 0, 8), "max_length="),
