@@ -25,6 +25,7 @@ MEASURED = tuple(dict.fromkeys(name for name, *_ in HOST))  # names of backends
 IN_SEQUENCES, WHOLE, COMPILED = ("fa4",), ("short",), ("flex", "flex_flash")
 READS = PLAIN, READS_TENSORS, READS_DATA = "", "tensors", "data"
 _TILE = 128
+_NEAR = 1.1  # times that differ by less are equal, as far as the tables know
 
 
 class Gpu(NamedTuple):
@@ -88,7 +89,11 @@ def by_times(
 
     def by(found: Computed, reads: str, weight: float) -> list[str]:
         devices = {name: _device(name, case, found, reads, gpu) for name in names}
-        return sorted(names, key=lambda name: (max(hosts[name], weight * devices[name]), devices[name]))
+        wholes = {name: max(hosts[name], weight * devices[name]) for name in names}
+        near = _NEAR * min(wholes.values(), default=0)
+        return sorted(
+            names, key=lambda name: (0, hosts[name]) if wholes[name] <= near else (wholes[name], devices[name])
+        )
 
     everything = Computed(0, case.columns), READS_TENSORS
     by_host = by(*everything, weight=0)
