@@ -34,22 +34,39 @@ def in_one_list(block_mask: compat.BlockMask, *, full_are_hidden: bool = False) 
     mask_mod = block_mask.mask_mod
     if full_are_hidden and block_mask.full_kv_num_blocks is not None:
         mask_mod = _shown_or_full(mask_mod, full, block_mask.BLOCK_SIZE)
-    return _of_possible(block_mask.seq_lengths, partial | full, block_mask.BLOCK_SIZE, mask_mod)
+    return _of_possible(block_mask.seq_lengths, partial | full, block_mask.BLOCK_SIZE, _hiding(mask_mod))
+
+
+def _hiding(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a mask by which a kernel hides scores, though the lengths that it knows may tell that it hides none."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return mask_mod(b, h, q, kv) & _is_pair(q, kv)
+
+    return visible
+
+
+def _is_pair(q: Tensor, kv: Tensor) -> Tensor:
+    """True, which no compiler knows: in all kernels the place of q or that of kv comes from a list of blocks.
+
+    A choice by it stays between two products, which a compiler would otherwise fuse with what follows, as the code
+    around them tells.
+    """
+    return (q >= 0) & (kv >= 0)
 
 
 def rounded_first(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
     """Return a score change that gets scores rounded, in kernels of any form.
 
     A kernel multiplies scores by the scale. Where a change adds a product to them, a compiler fuses the sum with either
-    product, as the code around it tells, and so rounds the other one alone. A choice that it does not see through
-    leaves it one of them.
+    product, and so rounds the other one alone. A choice leaves it one of them, see `_is_pair`.
     """
     if score_mod is None:
         return None
     own = score_mod
 
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return own(torch.where(kv >= 0, score, 0.0), b, h, q, kv)
+        return own(torch.where(_is_pair(q, kv), score, 0.0), b, h, q, kv)
 
     return changed
 
