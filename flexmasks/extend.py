@@ -8,6 +8,7 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them
   (`MaskLike`, `ScoreLike`), `Alignment` is where queries start, and a `Definition` has a `Parameter` for each of the
   function's.
+- What a mask or score is made of: `definition_of`, `inside`, `tensors_of`, `implied_size`, `accepts`, `says_all`.
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`; `shown_by`
   is the mask that kernels read in a BlockMask.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
@@ -24,6 +25,7 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -60,7 +62,7 @@ from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, 
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.structure import Opaque
 from flexmasks.spec.structure import key_of as _key_of
-from flexmasks.spec.values import Mask, Score
+from flexmasks.spec.values import Mask, Modifier, Score
 
 if TYPE_CHECKING:
     from flexmasks.backends.call import Call, Kernel, Unavailable
@@ -81,6 +83,7 @@ _MODULES = {
 __all__ = [
     "says_what_to_write", "in_message", "as_number", "device_named", "progress",
     "from_arguments", "MaskLike", "ScoreLike", "Alignment", "definition", "define", "Definition", "Parameter",
+    "definition_of", "inside", "tensors_of", "implied_size", "accepts", "says_all",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
@@ -99,6 +102,42 @@ if not TYPE_CHECKING:
 
 
 Value = TypeVar("Value")
+
+
+# --- what a mask or score is made of ---
+
+
+def definition_of(value: Modifier) -> Definition:
+    """Return the function, the parameters and the hooks of a mask or score."""
+    return value._definition
+
+
+def inside(value: Modifier) -> list[Modifier]:
+    """Return a mask or score, and all masks or scores inside it."""
+    return value._inside()
+
+
+def tensors_of(value: Modifier) -> list[Tensor]:
+    """Return the tensors among parameters and captured variables, without variables that cannot be read."""
+    return value._tensors()
+
+
+def implied_size(value: Mask | Score, dimension: str) -> int | None:
+    """Return the size that the shapes of parameters imply for B, H, Q, KV or S, or None."""
+    return value._implied_size(dimension)
+
+
+def accepts(value: Mask | Score, size: Size) -> bool:
+    """Return whether parameters fit the sizes of a call."""
+    with contextlib.suppress(ValueError, TypeError):
+        value._resolve(size)
+        return True
+    return False
+
+
+def says_all(value: Mask | Score) -> bool:
+    """Return whether the repr of a mask or score says all that it reads."""
+    return value._is_by_library() and not value._holds_lists() and not value._tensors()
 
 
 # --- masks and scores over lengths ---
@@ -133,7 +172,7 @@ class MaskOverLengths:
     def __init__(self, call: str, mask: Mask, **lengths: Any) -> None:
         plan = plan_mask(call, mask, Lengths(**lengths))
         self.mask, self.size, self.block_size = mask, plan.size, plan.block_size
-        self.function = shifted_mask(mask.bind(mask.resolve(sized(plan.size, plan.offset))), plan.offset)
+        self.function = shifted_mask(mask._bind(mask._resolve(sized(plan.size, plan.offset))), plan.offset)
         check_open_extents(mask, self.function, self.size, plan.open_extents)
 
     def strips(self, rows: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
@@ -252,7 +291,7 @@ def shown_by(block_mask: BlockMask) -> Mask:
         block = *leading(full, b, h, q), q // height, kv // width
         return full[block] | (partial[block] & mask_mod(b, h, q, kv))
 
-    return Mask.of(define("mask", shown, f"BlockMask of {define('mask', mask_mod).name}"), {})
+    return Mask._of(define("mask", shown, f"BlockMask of {define('mask', mask_mod).name}"), {})
 
 
 class Kept(Part[Value]):

@@ -195,7 +195,7 @@ def _attend(
             with compat.without_modes():
                 plan = cast(MaskPlan, call.mask)
                 at_example, size = over_zeros(plan.mask, plan.size)
-                at_example.resolve(size)
+                at_example._resolve(size)
         must_trace = UNKNOWN in (encoded.mask, encoded.score) or not compat.IS_TESTED
         if must_trace and must_be_invariant:
             fail(
@@ -218,14 +218,14 @@ def _may_learn(score: Score | None, of_score: Any, backend: str) -> bool:
     if isinstance(of_score, Flat):
         return any(isinstance(x, Tensor) and x.requires_grad for x in of_score.leaves)
     # What functions captured is not known. A backend that is named gives the gradients, or torch raises.
-    return score is not None and (score.learns() or backend == "auto")
+    return score is not None and (score._learns() or backend == "auto")
 
 
 def _without_pairs(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, size: Size, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     if mask is not None:
-        mask.checked(size)
+        mask._checked(size)
     tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
     out, lse = plain.attend_nothing(q, k, v, tensors)
     return out, lse if with_lse else None
@@ -236,12 +236,12 @@ def _in_plain_operations(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result of a call in operations that ONNX has."""
     q_offset = cast(int | Tensor, request.q_offset)
-    score_mod = None if score is None else shifted_score(score.bind(score.resolve(size)), q_offset)
+    score_mod = None if score is None else shifted_score(score._bind(score._resolve(size)), q_offset)
     if request.block_mask is not None:
         mask_mod = request.block_mask.mask_mod
     else:
         mask = cast(Mask, mask)
-        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+        mask_mod = shifted_mask(mask._bind(mask._resolve(size)), q_offset)
     out, lse = plain.attend_at_once(q, k, v, score_mod, mask_mod, request.block_mask, request.scale)
     return out, lse if request.return_lse else None
 
@@ -364,10 +364,10 @@ def _bound(
 ) -> tuple[Callable[..., Tensor], int | Tensor]:
     """Return the bound function of a mask or score, and where queries start."""
     value = changed(value, _constant_float)
-    parts = value, value.resolve(size), offset
+    parts = value, value._resolve(size), offset
     value, resolved, offset = changed(parts, _held) if is_compiled else parts
     heads = size.heads if size.device.type == "cuda" else None
-    return value.bind(resolved, heads, for_kernels=True), offset
+    return value._bind(resolved, heads, for_kernels=True), offset
 
 
 def _constant_float(part: Any) -> Any:

@@ -101,7 +101,7 @@ class _Cache(NamedTuple):
         starts = offset_of_last(self.kv_lens, size.q_len) if offset is None else starts_of(offset, len(q), q.device)
         given = self.page_table, self.kv_lens, page_size
         try:
-            paged(request.mask, *given).checked(size)
+            paged(request.mask, *given)._checked(size)
             size = replace(size, q_offset=int(starts.amax()) if len(q) else 0, starts=starts)
             check_pages(size, request.mask, *given, n_pages, by_position=by_position, sequences=self.sequences)
         except ValueError as error:

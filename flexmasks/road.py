@@ -442,13 +442,13 @@ def _simple_key(request: Request, offset: Any, tensors: list[Tensor]) -> Hashabl
             key.append(None)
         elif type(value) is str and is_by_library(what, value):
             key.append(value)
-        elif type(value) is (Mask if what == "mask" else Score) and value.own_key is not None:
-            own_key, own_tensors = value.own_key
+        elif type(value) is (Mask if what == "mask" else Score) and value._own_key is not None:
+            own_key, own_tensors = value._own_key
             key += [what, own_key]
             tensors += own_tensors
         else:
             if type(value) is (Mask if what == "mask" else Score):
-                value = value.alone
+                value = value._alone
             captured = plain_key(value, tensors) if type(value) is FunctionType else None
             if captured is None:
                 return None
@@ -514,7 +514,7 @@ def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     size = unread(size, aligned(ATTENTION, request.q_offset, size, values))
     for value in values:
         if value is not None:
-            value.checked(size)
+            value._checked(size)
     out, lse = attend_nothing(q, k, v, learned_by(values[1]))
     return out, lse if request.return_lse else None
 
@@ -540,7 +540,7 @@ def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 
 def learned_by(score: Score | None) -> list[Tensor]:
     """Return the tensors of a score change that learn."""
-    return [] if score is None else [t for t in score.tensors() if t.requires_grad]
+    return [] if score is None else [t for t in score._tensors() if t.requires_grad]
 
 
 def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context | None = None) -> Planned:

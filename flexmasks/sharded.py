@@ -106,7 +106,7 @@ def whole(value: Any, q: DTensor | None = None) -> Any:
     if isinstance(value, tuple):
         return tuple(whole(x, q) for x in value)
     if isinstance(value, Mask | Score) and any(map(_has_dtensors, value.params.values())):
-        return type(value)(value.definition, {name: whole(x, q) for name, x in value.params.items()})
+        return type(value)(value._definition, {name: whole(x, q) for name, x in value.params.items()})
     return value
 
 
@@ -148,6 +148,6 @@ def joined(results: list[Tensor], exchanged: Sequence[Tensor | Mask | Score | No
     """
     if compat.is_compiling() or not torch.is_grad_enabled():
         return results
-    tensors = [t for x in exchanged if x is not None for t in ([x] if isinstance(x, Tensor) else x.tensors())]
+    tensors = [t for x in exchanged if x is not None for t in ([x] if isinstance(x, Tensor) else x._tensors())]
     learned = [t for t in tensors if t.requires_grad]
     return list(_Joined.apply(len(results), *results, *learned)) if learned else results

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmasks import Mask, Plan, block_mask, get_mask
 from flexmasks import plan as plan_of
-from flexmasks.extend import as_number, device_named, in_message, says_what_to_write
+from flexmasks.extend import as_number, definition_of, device_named, in_message, inside, says_what_to_write
 
 __all__ = ["TreeBatch", "TreePages", "pack"]
 _AT_ONCE = 1 << 24  # logits held at once, where `TreeBatch.logprobs` computes them
@@ -258,7 +258,7 @@ def _within_path(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int, de
 
 def parents_in(mask: Mask) -> list[Any]:
     """Return the parents of the tokens of each tree in a mask, tensors or tuples."""
-    return [m.params["parents"] for m in mask.inside() if m.name == "tree" and m.definition.by_library]
+    return [m.params["parents"] for m in inside(mask) if m.name == "tree" and definition_of(m).by_library]
 
 
 def depths(parents: Tensor) -> Tensor:

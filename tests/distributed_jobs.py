@@ -93,7 +93,7 @@ class Trial:
     def _run(self, leaves: list[Tensor], tokens: Any, attention: Callable[..., Any], **how: Any) -> list[Tensor]:
         """Return output, lse, and the gradients of q, k, v, sinks and learned tensors."""
         q, k, v, sinks = leaves
-        learned = [t for value in self.call.values() if hasattr(value, "tensors") for t in value.tensors()]
+        learned = [t for value in self.call.values() if hasattr(value, "_tensors") for t in value._tensors()]
         learned = [t for t in learned if t.requires_grad]
         call = {**self.call, **how, "backend": "reference", "return_lse": True, "sink_logits": sinks}
         out, lse = attention(q, k, v, **call)
@@ -140,9 +140,9 @@ def registered(
     mesh, generator = mesh_of(ndim, rows), random.Random(int(os.environ["FLEXMASKS_SEED"]))
     for name in names:
         value = example(kind, name, LENGTH)
-        heads = value.implied_size("H") or 4
+        heads = value._implied_size("H") or 4
         kv_heads = heads if heads % 2 or dist.get_world_size() > 2 else heads // 2
-        trial = Trial(heads, kv_heads, value.implied_size("B") or 2, **{kind: value})
+        trial = Trial(heads, kv_heads, value._implied_size("B") or 2, **{kind: value})
         can_be = {"heads": kv_heads % mesh.size(mesh.ndim - 1) == 0, "seen": ndim == 1}
         ways = [w for w in WAYS if can_be.get(w, True)]
         for how, order in layouts(generator, ways if in_full else [generator.choice(ways)], in_full=in_full):
@@ -161,7 +161,7 @@ def composed(seed: int, count: int) -> dict[str, float]:
         mask = flexmasks.get_mask(lambda b, h, q, kv, hidden=hidden: ~hidden[kv] | (kv == q - h))
         for _ in range(generator.randint(0, 2)):
             other = example("mask", generator.choice(names), LENGTH)
-            if other.implied_size("H") or other.implied_size("B") or other.tensors() or generator.random() < 0.3:
+            if other._implied_size("H") or other._implied_size("B") or other._tensors() or generator.random() < 0.3:
                 other = flexmasks.get_mask("sliding_window", window=generator.randint(0, 40))
             try:
                 flexmasks.dense_mask(other, length)

@@ -69,7 +69,7 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
 def noted_bounds_hold(case: Case, value: flexmasks.Mask | flexmasks.Score) -> bool:
     """Whether a mask or score notes bounds of tables, on which checks of compiled functions rely. They must hold."""
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
-    noted = [t for t in tensors_of(value.resolve(size)) if hasattr(t, "bounds") and t.numel()]
+    noted = [t for t in tensors_of(value._resolve(size)) if hasattr(t, "bounds") and t.numel()]
     for tensor in noted:
         low, high = tensor.bounds
         assert low <= tensor.min() <= tensor.max() <= high, case

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, Plan, get_mask
-from flexmasks.extend import MaskLike, MaskOverLengths, define, definition, from_arguments, shown_by
+from flexmasks.extend import MaskLike, MaskOverLengths, define, definition, from_arguments, implied_size, shown_by
 
 Subjects = MaskLike | Sequence[MaskLike] | Plan | BlockMask
 _SIZES = ("q_len", "kv_len", "batch", "heads")
@@ -80,5 +80,5 @@ def sizes_of(call: str, *subjects: Subject, **lengths: Any) -> dict[str, Any]:
         raise ValueError(f"{call}: pass `q_len`, the number of queries.")
     for name, dimension in (("batch", "B"), ("heads", "H")):
         if lengths.get(name) is None:
-            lengths[name] = next((n for subject in subjects if (n := subject.mask.implied_size(dimension))), None)
+            lengths[name] = next((n for subject in subjects if (n := implied_size(subject.mask, dimension))), None)
     return lengths

@@ -243,7 +243,7 @@ class MaskPlan(NamedTuple):
 def key_intervals_of(given: SizedMask) -> list[Tensor]:
     """Return the tensors of KeyIntervals. Raises Unfit."""
     size = given.size
-    mask_mod = shifted_mask(given.mask.bind(given.mask.resolve(size, given.lifted)), given.offset)
+    mask_mod = shifted_mask(given.mask._bind(given.mask._resolve(size, given.lifted)), given.offset)
     try:
         found = intervals_of(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
     except GiveUp as reason:

@@ -94,7 +94,7 @@ class Encoded(NamedTuple):
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a mask, a score, what `resolve` returned or something encoded, with all parts changed; torch traces it."""
     if isinstance(value, Modifier):
-        return type(value)(value.definition, {n: changed(v, change) for n, v in value.params.items()})
+        return type(value)(value._definition, {n: changed(v, change) for n, v in value.params.items()})
     if isinstance(value, ResolvedInner):
         return ResolvedInner(value.source, changed(value.resolved, change))
     if isinstance(value, dict):

@@ -262,10 +262,10 @@ def _is_relative(plans: Plans) -> bool:
     if plan is None or plan.opaque:
         return False
     score = plan.score
-    if score.definition.by_library and score.name == "packed":  # reads no places for such a change
+    if score._definition.by_library and score.name == "packed":  # reads no places for such a change
         are_aligned = "kv_offsets" not in score.params and is_zero(score.params.get("q_start", 0))
-        return are_aligned and all(isinstance(s, Score) and s.is_relative() for s in score.operands())
-    return score.is_relative()
+        return are_aligned and all(isinstance(s, Score) and s._is_relative() for s in score._operands())
+    return score._is_relative()
 
 
 def _options(call: Call, backend: str | None, more_options: dict[str, Any], *, as_data: bool) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _refuses_documents(call: Call) -> str | None:
     mask = call.mask
     if isinstance(mask, GivenPlan) or mask.opaque:  # of a user's function, whose rows are sequences
         return None
-    names = {m.name for m in mask.mask.inside() if m.definition.by_library}
+    names = {m.name for m in mask.mask._inside() if m._definition.by_library}
     if "paged" in names:
         return "keys in pages lie in any order; flexmasks.paged_attention puts them in their own"
     if "key_padding" in names:

@@ -38,14 +38,14 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
         )
     if is_traced and plan.opaque:
         return "where sequences start is not known of a function that only torch's tracing can read, or of bits"
-    if any(_is(m, "paged") for m in plan.mask.inside()):
+    if any(_is(m, "paged") for m in plan.mask._inside()):
         return "keys in pages lie in any order; flexmasks.paged_attention puts them in their own"
     for inner in _joined(plan.mask):
-        band = None if inner.definition.by_library else band_of(inner, unread(plan.size, plan.offset))
+        band = None if inner._definition.by_library else band_of(inner, unread(plan.size, plan.offset))
         if band is not None and band.sequences is not None:
             return f"of masks with sequences it knows document, cross_document and packed, not {inner.name}"
-    marked = [m for m in plan.mask.inside() if _is(m, "key_padding")]
-    cutting = list(filter(packs_documents, plan.mask.inside()))
+    marked = [m for m in plan.mask._inside() if _is(m, "key_padding")]
+    cutting = list(filter(packs_documents, plan.mask._inside()))
     if marked and cutting:
         return f"padding may count to a document: leave key_padding out, and give padding no place in {cutting[0].name}"
     if not all(any(m is x for x in _joined(plan.mask)) for m in marked):
@@ -59,13 +59,13 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
 
 def _joined(mask: Any) -> list[Any]:
     """Return the masks that must all show a pair."""
-    if mask.definition is AND:
+    if mask._definition is AND:
         return [m for part in mask.params["masks"] for m in _joined(part)]
     return [mask]
 
 
 def _is(mask: Any, name: str) -> bool:
-    return bool(mask.definition.by_library and mask.name == name)
+    return bool(mask._definition.by_library and mask.name == name)
 
 
 def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
@@ -78,9 +78,9 @@ def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
     if cutting is None:
         return _without_padding(joined, size, Places(torch.zeros_like(q_at), q_at, torch.zeros_like(kv_at), kv_at))
     if _is(cutting, "packed"):
-        tables = [cutting.resolve(size)[name].long().expand(size.batch, -1) for name in _TABLES]
+        tables = [cutting._resolve(size)[name].long().expand(size.batch, -1) for name in _TABLES]
         return Places(*(t.gather(1, at) for t, at in zip(tables, (q_at, q_at, kv_at, kv_at), strict=True)))
-    ids = [t.long().expand(size.batch, -1) for t in cutting.checked(size).values() if isinstance(t, Tensor)]
+    ids = [t.long().expand(size.batch, -1) for t in cutting._checked(size).values() if isinstance(t, Tensor)]
     numbers = torch.cat([ids[0], ids[-1]], 1).unique(return_inverse=True)[1]
     of_q, of_kv = numbers.split([ids[0].shape[1], ids[-1].shape[1]], 1)
     return Places(
@@ -103,7 +103,7 @@ def _without_padding(joined: Sequence[Any], size: Size, places: Places) -> Place
     """Return places that are counted from the first key of a row that is not padding."""
     for mask in joined:
         if _is(mask, "key_padding"):
-            first = mask.checked(size)["attention_mask"].long().argmax(1, keepdim=True)
+            first = mask._checked(size)["attention_mask"].long().argmax(1, keepdim=True)
             kv_at = places.kv_position - first
             sequence = torch.where(kv_at < 0, -1, places.kv_sequence)
             return Places(places.q_sequence, places.q_position - first, sequence, kv_at)

@@ -64,7 +64,7 @@ def traced_block_mask(
     for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", sizes[0]), ("heads", sizes[1])):
         if not isinstance(n, int) and not (n is None and name in ("batch", "heads")):
             fail(f"`{name}` must be an int of at least 1, got {type(n).__name__}.", call=call)
-    batch, heads = sizes[0] or mask.implied_size("B"), sizes[1]
+    batch, heads = sizes[0] or mask._implied_size("B"), sizes[1]
     _check_open_extents(call, mask, batch, heads)
     encoded = encode_mask(mask, torch.device("cpu") if device is None else torch.device(device))
     tensors = [] if encoded == UNKNOWN else [x for x in encoded.leaves if isinstance(x, Tensor)]
@@ -74,7 +74,7 @@ def traced_block_mask(
     size = unread(size_of(q, k), offset)
     if encoded == UNKNOWN:
         return of_bits((q_len, kv_len), bits_of_function(call, mask, size, offset, rows_and_columns), rows_and_columns)
-    mask_mod = shifted_mask(mask.bind(mask.resolve(size)), offset)
+    mask_mod = shifted_mask(mask._bind(mask._resolve(size)), offset)
     lists = planned_blocks(encoded, offset, q, k, rows_and_columns)
     arguments: Any = (q_len, kv_len), *lists, rows_and_columns, mask_mod
     made = PortableBlockMask(*arguments)
@@ -84,9 +84,9 @@ def traced_block_mask(
 
 def _check_open_extents(call: str, mask: Mask, batch: int | None, heads: int | None) -> None:
     """Check that a mask which may depend on the batch element or the head is given their numbers."""
-    for inner in mask.inside():
-        reads_b, reads_h = (False, False) if inner.definition.by_library else reads_batch_and_heads(inner)
-        reads_h = reads_h or inner.implied_size("H") is not None
+    for inner in mask._inside():
+        reads_b, reads_h = (False, False) if inner._definition.by_library else reads_batch_and_heads(inner)
+        reads_h = reads_h or inner._implied_size("H") is not None
         for name, n, is_read in (("batch", batch, reads_b), ("heads", heads, reads_h)):
             if is_read and n is None:
                 fail(f"mask {inner.name!r} may depend on the index that `{name}` counts: pass `{name}`.", call=call)
@@ -102,7 +102,7 @@ def bits_of_function(
     check_can_be_asked()
     if not can_be_bits(block_size):
         fail(f"the sizes of blocks must be powers of 2 from 32 on here, got {block_size}.", call=call)
-    bound = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+    bound = shifted_mask(mask._bind(mask._resolve(size)), q_offset)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # torch takes no methods and partials
         return bound(b, h, q, kv)
@@ -201,8 +201,8 @@ def check_numbers(mask_mod: Callable[..., Tensor], device: torch.device) -> None
 
 def reads_batch_and_heads(mask: Modifier) -> tuple[bool, bool]:
     reads_b = reads_h = False
-    for inner in mask.inside():
-        function, bound = plain_function(inner.definition.function)
+    for inner in mask._inside():
+        function, bound = plain_function(inner._definition.function)
         found = _indices_read(function.__code__, bound) if isinstance(function, types.FunctionType) else (True, True)
         reads_b, reads_h = reads_b or found[0], reads_h or found[1]
     return reads_b, reads_h

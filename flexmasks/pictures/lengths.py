@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import Mask, Score
-from flexmasks.extend import Parameter, Size
+from flexmasks.extend import Parameter, Size, accepts, definition_of, implied_size, tensors_of
 
 _DEFAULT_LENGTH = 1024
 _LONGEST_SUGGESTED = 1 << 16
@@ -24,15 +23,14 @@ def accepted_lengths(value: Mask | Score, b: int, h: int) -> tuple[int, int]:
     b, h: the batch element and head to draw, which must exist.
     """
     suggested = suggested_lengths(value)
-    device = next((t.device for t in value.tensors()), torch.device("cpu"))
-    batch, heads = value.implied_size("B") or b + 1, value.implied_size("H") or h + 1
+    device = next((t.device for t in tensors_of(value)), torch.device("cpu"))
+    batch, heads = implied_size(value, "B") or b + 1, implied_size(value, "H") or h + 1
     tensors = [t for parameter, given in _parameters(value) if (t := _tensor(parameter, given)) is not None and t.ndim]
     tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors]  # a table has a row for each query
     rows = [(t.shape[-1], suggested[1]) for t in tensors]
     powers = [(1 << n, 1 << n) for n in range(6, 15)]
     for q_len, kv_len in (suggested, *tables, *rows, *powers):
-        with contextlib.suppress(ValueError, TypeError):
-            value.resolve(Size(batch, heads, q_len, kv_len, device))
+        if accepts(value, Size(batch, heads, q_len, kv_len, device)):
             return q_len, kv_len
     return suggested
 
@@ -42,7 +40,7 @@ def suggested_lengths(value: Mask | Score) -> tuple[int, int]:
     for each position; a canvas's height times width; the largest number in other tensors, such as lengths and offsets,
     where parameters named kv_... count for the keys; four times the largest number, so that a window shows well; 1024.
     """
-    exact = {name: value.implied_size(name) for name in ("Q", "KV", "S")}
+    exact = {name: implied_size(value, name) for name in ("Q", "KV", "S")}
     axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
     sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
     positions = [math.prod(sides)] if all(sides) else []  # of a canvas, or of what has a length
@@ -58,7 +56,7 @@ def suggested_lengths(value: Mask | Score) -> tuple[int, int]:
         else:
             numbers += [n for n in (given if isinstance(given, tuple) else (given,)) if type(n) is int]
     known = [id(given) for _, given in _parameters(value)]
-    for tensor in value.tensors():
+    for tensor in tensors_of(value):
         if id(tensor) not in known:  # a function captured it, so only its shape and numbers are known
             longest = max(tensor.shape, default=0)
             positions += [longest] if longest >= 64 else []
@@ -85,8 +83,8 @@ def _parameters(value: Mask | Score) -> Iterator[tuple[Parameter, Any]]:
     for name, given in value.params.items():
         inner = [v for v in (given if isinstance(given, tuple) else (given,)) if isinstance(v, Mask | Score)]
         if not inner:
-            yield value.definition.parameters[name], given
-        elif value.definition.inner_size is None:
+            yield definition_of(value).parameters[name], given
+        elif definition_of(value).inner_size is None:
             for modifier in inner:
                 yield from _parameters(modifier)
 

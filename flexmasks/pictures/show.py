@@ -16,6 +16,8 @@ from flexmasks.extend import (
     ScoreOverLengths,
     as_number,
     define,
+    definition_of,
+    implied_size,
     says_what_to_write,
 )
 from flexmasks.pictures.cells import MaskCells, ScoreCells
@@ -59,15 +61,15 @@ def draw(
         q_offset = 0 if q_offset is None else q_offset
     if batch is None:
         is_sequence = isinstance(q_offset, list | tuple) or getattr(q_offset, "ndim", 0) > 0
-        batch = value.implied_size("B") or (len(cast(Tensor, q_offset)) if is_sequence else None)
-    heads = value.implied_size("H") if heads is None else heads
+        batch = implied_size(value, "B") or (len(cast(Tensor, q_offset)) if is_sequence else None)
+    heads = implied_size(value, "H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
         if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
             raise ValueError(f"{CALL}: `{name}` must be an int from 0{f' to {n - 1}' if n else ''}, got {index!r}.")
     batch = b + 1 if batch is None else batch
     if isinstance(value, Score):
         if heads is None:
-            heads = max(8, h + 1) if value.definition.registered else h + 1
+            heads = max(8, h + 1) if definition_of(value).registered else h + 1
         sizes = {"batch": batch, "heads": heads, "q_offset": q_offset}
         return ScorePicture(ScoreCells(ScoreOverLengths(CALL, value, q_len=q_len, kv_len=kv_len, **sizes), b, h))
     heads = h + 1 if heads is None else heads

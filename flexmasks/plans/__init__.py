@@ -14,4 +14,4 @@ def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> B
     return count_blocks(mask, q_len, kv_len, **sizes)
 
 
-Mask.count_blocks = staticmethod(_count_blocks)
+Mask._count_blocks = staticmethod(_count_blocks)

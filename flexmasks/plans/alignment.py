@@ -89,10 +89,10 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
 
     A table with a row for each query of the call says by itself where they are.
     """
-    if value.definition in _OPERATORS:
-        return any(reads_queries(m, size, if_wrong) for m in value.operands())
-    table = value.params.get(_TABLES.get(value.name, "")) if value.definition.by_library else None
-    is_placed = value.definition.by_library and value.name in _PLACED
+    if value._definition in _OPERATORS:
+        return any(reads_queries(m, size, if_wrong) for m in value._operands())
+    table = value.params.get(_TABLES.get(value.name, "")) if value._definition.by_library else None
+    is_placed = value._definition.by_library and value.name in _PLACED
     if is_placed or (isinstance(table, Tensor) and is_dense(table) and table.shape[-2] in (1, size.q_len)):
         return False
     key = None
@@ -114,8 +114,8 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
 
 
 def _reads_queries(value: Modifier, size: Size) -> bool:
-    function = value.bind(value.resolve(unread(size, 0)))
-    score = [] if value.kind == "mask" else [torch.zeros((), device=size.device)]
+    function = value._bind(value._resolve(unread(size, 0)))
+    score = [] if value._kind == "mask" else [torch.zeros((), device=size.device)]
     indices = (torch.zeros(n, dtype=torch.int64, device=size.device) for n in (1, 1, 2, 1))
     values = over_indices(function, (None,) * len(score))(*score, *indices)
     return values.stride(2) != 0  # vmap expands what does not depend on an index

@@ -21,7 +21,7 @@ from flexmasks.spec.values import Mask, Modifier
 class Resolved(NamedTuple):
     """Arguments of a mask's function, and the blocks of the mask."""
 
-    arguments: dict[str, Any]  # what `Mask.resolve` returned
+    arguments: dict[str, Any]  # what `Mask._resolve` returned
     layout: Layout
 
 
@@ -38,8 +38,8 @@ class SizedMask(NamedTuple):
 def plan_bounds(given: SizedMask) -> Resolved:
     """The arguments and the blocks of a mask, by operations of fixed shapes. Raises what its own function raises."""
     size = unread(given.size, given.offset)
-    arguments = given.mask.resolve(size, given.lifted)
-    mask_mod = _with_implied_band(given.mask, size, shifted_mask(given.mask.bind(arguments), given.offset))
+    arguments = given.mask._resolve(size, given.lifted)
+    mask_mod = _with_implied_band(given.mask, size, shifted_mask(given.mask._bind(arguments), given.offset))
     sizes = size.batch, size.heads, size.q_len, size.kv_len, size.device, given.block_size
     layout = bounds(mask_mod, *sizes, is_traced=not given.size.may_read)
     return Resolved(arguments, layout)
@@ -51,7 +51,7 @@ def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
     Inside sequences that lie end to end, the distance of two positions is that of their tokens, which ranges of
     positions do not show.
     """
-    parts = mask.params["masks"] if mask.definition is AND else (mask,)
+    parts = mask.params["masks"] if mask._definition is AND else (mask,)
     bands = [band for part in parts if (band := band_of(part, size)) is not None and band.sequences is not None]
     left, right = (bands[0].left, bands[0].right) if len(bands) == 1 else (None, None)
     if (left is None and right is None) or bands[0].has_other_keys or size.q_len != size.kv_len:
@@ -105,4 +105,4 @@ def taken_apart(resolved: Any) -> tuple[Structure | None, list[Tensor]]:
 
 def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
     """Whether a function for kernels alone reads tensors, given what `resolve` returned."""
-    return value.has_other_function() and bool(tensors_of(resolved))
+    return value._has_other_function() and bool(tensors_of(resolved))

@@ -184,7 +184,7 @@ def check_dense(value: Modifier, tensors: Sequence[Tensor]) -> None:
 
 def check_unbatched(value: Modifier, tensors: Sequence[Tensor], q_offset: Any) -> None:
     """Check that torch.vmap hides no dimension of a mask's tensors, nor of `q_offset`: blocks are those of one call."""
-    of_mask = tensors if value.kind == "mask" else []
+    of_mask = tensors if value._kind == "mask" else []
     for t in [*of_mask, q_offset]:
         if isinstance(t, Tensor) and is_of_vmap(t):
             refuse_vmap("flexmasks", "`q_offset`" if t is q_offset else _name_in(value, t))
@@ -199,8 +199,8 @@ def refuse_vmap(call: str, name: str) -> NoReturn:
 
 
 def _name_in(value: Modifier, tensor: Tensor) -> str:
-    named = (name for name, t in value.named_tensors() if t is tensor)
-    return next(named, f"a tensor that the {value.kind} {value.definition.name!r} reads")
+    named = (name for name, t in value._named_tensors() if t is tensor)
+    return next(named, f"a tensor that the {value._kind} {value._definition.name!r} reads")
 
 
 def check_varlen(**tensors: Any) -> None:

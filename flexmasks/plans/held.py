@@ -144,7 +144,7 @@ class HeldPlan(AsAttentionMask):
         if all_tensors:
             self._own_tensors(walk, structure, of_offset)
         if not self.of_one_step:
-            self._by_users = [x for x in (self.mask, self.score) if x is not None and not x.is_by_library()]
+            self._by_users = [x for x in (self.mask, self.score) if x is not None and not x._is_by_library()]
             self._functions = self._present_functions()
         is_sized = self.sizes.batch is not None and self.sizes.heads is not None
         if is_sized and self.sizes.device == _HOST:  # elsewhere reading values takes time: the first call checks them
@@ -274,12 +274,12 @@ class HeldPlan(AsAttentionMask):
         """Check the values of parameters. Sizes that are not known are those that shapes imply, or 1."""
         values, q_offset, sizes = [x for x in (self.mask, self.score) if x is not None], self.q_offset, self.sizes
         of_offset = [len(q_offset)] if isinstance(q_offset, Tensor) else []
-        batch = max([1, *of_offset, *(v.implied_size("B") or 1 for v in values)])
-        heads = max(v.implied_size("H") or 1 for v in values)
+        batch = max([1, *of_offset, *(v._implied_size("B") or 1 for v in values)])
+        heads = max(v._implied_size("H") or 1 for v in values)
         size = Size(sizes.batch or batch, sizes.heads or heads, sizes.q_len, sizes.kv_len, _HOST)
         size = sized(size, q_offset)
         for value in values:
-            value.resolve(size)
+            value._resolve(size)
         return True
 
 
@@ -325,7 +325,7 @@ def _present_key(value: Modifier, own: frozenset[int]) -> Hashable:
     own: ids of the plan's tensors.
     """
     tensors: list[Tensor] = []
-    key = plain_key(value.alone, tensors) if type(value.alone) is FunctionType else None
+    key = plain_key(value._alone, tensors) if type(value._alone) is FunctionType else None
     if key is None:
         structure, leaves = flatten(value)
         tensors, key = leaves.all_tensors, None if structure.unreadable else structure.key

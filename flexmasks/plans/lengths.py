@@ -54,8 +54,8 @@ class Lengths:
                 fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
         for value in (mask, score):
             if value is not None:
-                check_dense(value, value.tensors())
-        implied, device = mask.implied_size("B"), self._device(call, mask)
+                check_dense(value, value._tensors())
+        implied, device = mask._implied_size("B"), self._device(call, mask)
         q_offset = listed(self.q_offset, device)
         if implied in (None, 1) and isinstance(q_offset, Tensor) and is_dense(q_offset) and q_offset.ndim:
             implied = len(q_offset)
@@ -75,13 +75,13 @@ class Lengths:
         if isinstance(q_offset, Tensor) and q_offset.ndim and len(q_offset) > 1:
             known["B"] = len(q_offset)
         for value in values:
-            value.check(size, known)
+            value._check(size, known)
 
     def _device(self, call: str, mask: Modifier) -> torch.device:
         device = self.device
         if device is None:
-            mask.check_data(call)
-            tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
+            mask._check_data(call)
+            tensors = [t for t in [*mask._tensors(), self.q_offset] if isinstance(t, Tensor)]
             device = tensors[0].device if tensors else "cpu"
         if isinstance(torch.empty(0), compat.FakeTensor):
             fail("blocks depend on values, which a FakeTensorMode does not have; call it outside.", call=call)
@@ -120,7 +120,7 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths, exact: bool = True, may_w
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
     """The mask as booleans [batch or 1, heads or 1, q_len, kv_len]."""
     size, open_extents, q_offset = lengths.check(call, mask)
-    mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
+    mask_mod = shifted_mask(mask._bind(mask._resolve(sized(size, q_offset))), q_offset)
     check_open_extents(mask, mask_mod, size, open_extents)
     with naming(mask):
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)

@@ -274,7 +274,7 @@ class MaskPlan(ModifierPlan):
             return
         key = self._kind_of("intervals")
         if PROGRAMS.get(key) is None:
-            self.mask.resolve(sized(self.size, self.offset), self.lifted)
+            self.mask._resolve(sized(self.size, self.offset), self.lifted)
             PROGRAMS.put(key, (), Program(""), ENTRY)
 
     @functools.cached_property
@@ -292,7 +292,7 @@ class MaskPlan(ModifierPlan):
     def _prepared_in_graph(self) -> _PreparedMask:
         with naming(self.mask):
             if self._lists:
-                lengths, resolved = (self.size.q_len, self.size.kv_len), self.mask.resolve(self.size)
+                lengths, resolved = (self.size.q_len, self.size.kv_len), self.mask._resolve(self.size)
                 return _PreparedMask(resolved, None, Layout(*lengths, self.block_size, tuple(self._lists), None, ()))
             prepared = self._build_by_bounds()
         if not self.size.runs_on_cpu:
@@ -343,7 +343,7 @@ class MaskPlan(ModifierPlan):
 
     def _check_values(self) -> None:
         if self.size.reads_at_once and self.size.may_read:
-            self.mask.resolve(sized(self.size, self.offset), self.lifted)
+            self.mask._resolve(sized(self.size, self.offset), self.lifted)
 
     @property
     def _sized_mask(self) -> SizedMask:
@@ -369,8 +369,8 @@ class MaskPlan(ModifierPlan):
     @torch.no_grad()  # activation checkpointing must not count tensors that a mask with parameters would save
     def _build_exactly(self, why: str = "") -> _PreparedMask:
         size = sized(self.size, self.offset)
-        resolved = self.mask.resolve(size, self.lifted)
-        mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
+        resolved = self.mask._resolve(size, self.lifted)
+        mask_mod = shifted_mask(self.mask._bind(resolved), self.offset)
         # An open extent is doubled, so that a dependence on its index shows.
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
@@ -401,7 +401,7 @@ class MaskPlan(ModifierPlan):
 
     def bound(self) -> Callable[..., Tensor]:
         """The function of the BlockMask, without its blocks; values of tensors are checked."""
-        resolved = self.mask.resolve(sized(self.size, self.offset))
+        resolved = self.mask._resolve(sized(self.size, self.offset))
         return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
 
     def blocks(self) -> Blocks:
@@ -533,16 +533,16 @@ class MaskPlan(ModifierPlan):
         if not self.is_by_library and self.tensors:
             return True
         few, length = compat.size_hint(rows), compat.size_hint(self.size.kv_len)
-        for inner in self.mask.inside() if self.is_by_library else ():
+        for inner in self.mask._inside() if self.is_by_library else ():
             tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
             cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
             if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
                 return True
-        if not self.mask.has_other_function():
+        if not self.mask._has_other_function():
             return False
         with compat.without_modes():
             mask, size = over_zeros(self.mask, self.size)
-            return reads_made_tensors(mask, mask.resolve(size))
+            return reads_made_tensors(mask, mask._resolve(size))
 
 
 class GivenPlan:

@@ -28,7 +28,7 @@ def naming(value: Modifier) -> Iterator[None]:
 
     Their tracebacks show that code alone.
     """
-    what = f"flexmasks {value.kind} {value!r}"
+    what = f"flexmasks {value._kind} {value!r}"
     try:
         yield
     except CannotBeData as error:
@@ -51,7 +51,7 @@ def naming(value: Modifier) -> Iterator[None]:
             text = f"{what} failed on index tensors: {type(error).__name__}: {text[:300]}"
         if "device" in text or " on meta" in text:
             text = f"{text.rstrip('.')}{_whereabouts(value)}"
-        place, trace = users_line(error.__traceback__, value.definition.function), users_frames(error.__traceback__)
+        place, trace = users_line(error.__traceback__, value._definition.function), users_frames(error.__traceback__)
         named = (TypeError if isinstance(error, TypeError) else ValueError)(f"{text} ({place})" if place else text)
         if is_refusal or (trace is None and isinstance(error, ValueError | TypeError)):  # the message says all
             raise named.with_traceback(trace) from None
@@ -70,7 +70,7 @@ def named(value: Modifier, function: Callable[..., Tensor]) -> Callable[..., Ten
 
 
 def _whereabouts(value: Modifier) -> str:
-    named = value.named_tensors()
+    named = value._named_tensors()
     here = "".join(f"; {name} is on {tensor.device}" for name, tensor in named)
     return here + next((f"; {how_to_move(t.device)}" for _, t in named if t.is_meta), "")
 

@@ -41,7 +41,7 @@ _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tens
 class Prepared:
     """The cached part of a plan; nothing of it is the user's own."""
 
-    resolved: dict[str, Any]  # what `Modifier.resolve` returned
+    resolved: dict[str, Any]  # what `Modifier._resolve` returned
     offset: Tensor | None  # a number q_offset above 0 as a kernel's input: decoding changes it at each step
 
     @property
@@ -180,13 +180,13 @@ class ModifierPlan:
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
         if self.unreadable:
-            return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
+            return "opaque", self.value.name, getattr(self.value._definition.function, "__code__", None)
         return self._of_kernel[0].key
 
     @property
     def is_by_library(self) -> bool:
         """Return whether this library, not a user, wrote all functions."""
-        return self.value.is_by_library()
+        return self.value._is_by_library()
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -200,7 +200,7 @@ class ModifierPlan:
     @property
     def has_number_tensors(self) -> bool:
         """Return whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
-        parameters = {id(t) for t in self.value.numbers()} if self.size.may_read else ()
+        parameters = {id(t) for t in self.value._numbers()} if self.size.may_read else ()
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> None:
@@ -217,7 +217,7 @@ class ModifierPlan:
     @functools.cached_property
     def numbers(self) -> Numbers:
         """The numbers that kernels have compiled in, or get otherwise. Raises Opaque if the plan is opaque."""
-        return Numbers(self.value.kind, *self._of_kernel, self.size, self.size.device)
+        return Numbers(self.value._kind, *self._of_kernel, self.size, self.size.device)
 
     def _cached(
         self, cache: Part[_P], build: Callable[[], _P], *more_key: Hashable, suits: Callable[[_P], bool] | None = None
@@ -259,7 +259,7 @@ class ModifierPlan:
         """Key of all plans that differ in the values of tensors only. It is None if there can be no others."""
         if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
             return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
-        return None if self.value.holds_lists() else self._key  # a list of numbers is no input of a recorded plan
+        return None if self.value._holds_lists() else self._key  # a list of numbers is no input of a recorded plan
 
     def _kind_of(self, *more_key: Hashable) -> Hashable:
         """Return the key of the state of a kind, for tensors of these layouts.
@@ -316,7 +316,7 @@ class ModifierPlan:
         if program is None:
             program = Program("", records_soon=not self.size.reads_at_once)
             if not capturing:
-                self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
+                self.value._resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
         else:
             program.plans += 1
         if not capturing and not is_first:
@@ -349,19 +349,19 @@ class ModifierPlan:
         """
         if self.size.may_read:
             with compat.without_dispatch_modes(), compat.outside_transforms():
-                resolved = self.value.resolve(unread(self.size, self.offset), self.lifted)
+                resolved = self.value._resolve(unread(self.size, self.offset), self.lifted)
                 bound, offset = self._bind(Prepared(resolved, self._offset_tensor()))
         else:
             with compat.without_modes():
                 (value, offset), size = over_zeros((self.value, self.offset), self.size, device)
-                bound = value.bind(value.resolve(size), size.heads, for_kernels=True)
-        return shifted_mask(bound, offset) if self.value.kind == "mask" else shifted_score(bound, offset)
+                bound = value._bind(value._resolve(size), size.heads, for_kernels=True)
+        return shifted_mask(bound, offset) if self.value._kind == "mask" else shifted_score(bound, offset)
 
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
-        bound = value.bind(prepared.resolved, heads, for_kernels=True)
+        bound = value._bind(prepared.resolved, heads, for_kernels=True)
         return bound, offset if prepared.offset is None else prepared.offset
 
 

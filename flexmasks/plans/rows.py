@@ -78,7 +78,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows
         fake_mode = x.fake_mode if isinstance(x, compat.FakeTensor) else contextlib.nullcontext()
         with outside_transforms(tensors), naming(value), fake_mode, torch.no_grad():
             offset = aligned(_CALL, q_offset, Size(*_sizes(x)), [value])
-            mask_mod = shifted_mask(value.bind(value.resolve(_size(x, offset, bool(is_traced)))), offset)
+            mask_mod = shifted_mask(value._bind(value._resolve(_size(x, offset, bool(is_traced)))), offset)
             rows = (trace if is_traced else build)(mask_mod, *_sizes(x))
         if key is not None and not is_traced:
             _ROWS.put(key, tensors, rows, ENTRY + rows.nbytes)
@@ -90,7 +90,7 @@ def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) 
     offset, mask_mod = 0 if q_offset is None else q_offset, mask
     if isinstance(mask, str | Mask) or params:  # else a function, whose signature cannot be read here
         value = get_mask(mask, **params)
-        mask_mod = value.bind(value.resolve(_size(x, offset, is_traced=True)))
+        mask_mod = value._bind(value._resolve(_size(x, offset, is_traced=True)))
     is_said = q_offset is not None or are_equal(x.shape[2], x.shape[3])
     return trace(shifted_mask(mask_mod, offset), *_sizes(x), is_said=is_said)
 

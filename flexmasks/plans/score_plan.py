@@ -33,7 +33,7 @@ _SCORES: Part[Prepared] = Part(PLANS, "scores")
 def is_bias(score: Score, size: Size) -> bool:
     """Whether a score change adds a tensor of the user's as it is, with a row for each query or one for all."""
     bias = score.params.get("bias")
-    is_known = score.definition.by_library and score.definition.name in _BIASES
+    is_known = score._definition.by_library and score._definition.name in _BIASES
     return is_known and isinstance(bias, Tensor) and bias.shape[-2] in (1, size.q_len)
 
 
@@ -82,7 +82,7 @@ class ScorePlan(ModifierPlan):
 
     def _check_values(self) -> None:
         if self.size.reads_at_once:
-            self.score.resolve(sized(self.size, self.offset))
+            self.score._resolve(sized(self.size, self.offset))
 
     @property
     def is_bias(self) -> bool:
@@ -120,12 +120,12 @@ class ScorePlan(ModifierPlan):
             is_known = not self.opaque and _TRIED.get(key) is not None
             # On a GPU the values are read for the first score of a kind only.
             if self.size.reads_at_once or not is_known:
-                resolved = self.score.resolve(sized(self.size, self.offset))
+                resolved = self.score._resolve(sized(self.size, self.offset))
                 if not is_known:
-                    self._try(shifted_score(self.score.bind(resolved), self.offset))
+                    self._try(shifted_score(self.score._bind(resolved), self.offset))
                     _TRIED.put(key, (), True, FACT)
                 return Prepared(resolved, self._offset_tensor())
-        return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
+        return Prepared(self.score._resolve(unread(self.size, self.offset)), self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
         """Call the function on some scores, to raise its errors here and by name.

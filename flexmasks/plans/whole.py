@@ -81,7 +81,7 @@ def _visible_of(given: SizedMask, one_row: bool = False) -> Tensor:
     Raises what the mask's own function raises.
     """
     size = given.size
-    mask_mod = shifted_mask(given.mask.bind(given.mask.resolve(size, given.lifted)), given.offset)
+    mask_mod = shifted_mask(given.mask._bind(given.mask._resolve(size, given.lifted)), given.offset)
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
     visible = boolean(over_indices(mask_mod)(*indices), 4)
@@ -106,7 +106,7 @@ def added_of(score: Score, offset: Offset, size: Size, visible: Tensor | None = 
 
     visible: as for `added_by`.
     """
-    return added_by(shifted_score(score.bind(score.resolve(size)), offset), size, visible)
+    return added_by(shifted_score(score._bind(score._resolve(size)), offset), size, visible)
 
 
 def multiplied(factors: Factors, offset: Offset, size: Size) -> tuple[Tensor, Tensor]:

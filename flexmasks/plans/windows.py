@@ -148,9 +148,9 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     """
     bands: list[Band] = []
     lens: Tensor | None = None
-    for part in mask.params["masks"] if mask.definition is AND else (mask,):
-        if part.definition.by_library and part.name == "padding":
-            given = part.checked(size)["seq_lens"]
+    for part in mask.params["masks"] if mask._definition is AND else (mask,):
+        if part._definition.by_library and part.name == "padding":
+            given = part._checked(size)["seq_lens"]
             if lens is not None or given is not part.params["seq_lens"]:
                 return None
             lens = given

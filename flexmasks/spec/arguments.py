@@ -100,8 +100,8 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     values = [(d, {**given, **own}) for (d, given), own in zip(targets, own_params, strict=True)]
     made = None
     for value in values[: len(masks)]:
-        made = Mask.of(*value) if made is None else made & Mask.of(*value)
-    changes = [Score.of(*value) for value in values[len(masks) :]]
+        made = Mask._of(*value) if made is None else made & Mask._of(*value)
+    changes = [Score._of(*value) for value in values[len(masks) :]]
     return made, Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
 
 
@@ -134,7 +134,7 @@ def functions_of(kind: str, value: Any) -> Any:
         return value if known.by_library else known.functions
     if isinstance(value, (list, tuple)):
         return [functions_of(kind, v) for v in value]
-    alone = value.alone if isinstance(value, Mask | Score) else None
+    alone = value._alone if isinstance(value, Mask | Score) else None
     return value if alone is None else alone
 
 
@@ -143,9 +143,9 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
     if isinstance(value, str):
         return definition(kind, value), {}
     if isinstance(value, Mask | Score):
-        if value.kind != kind:
-            raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
-        return value.definition, value.params
+        if value._kind != kind:
+            raise TypeError(f"flexmasks: {value!r} is a {value._kind}, pass it as `{value._kind}=`, not as `{kind}=`.")
+        return value._definition, value.params
     if (pairs := of_pairs(kind, value)) is not None:
         return pairs
     if isinstance(value, bool) or not callable(value) or constructed_by(kind, value):
@@ -155,11 +155,11 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
 
 
 def _get(cls: type[_Value], name: Any, params: Mapping[str, Any]) -> _Value:
-    known, given = _definition_and_params(cls.kind, name)
+    known, given = _definition_and_params(cls._kind, name)
     doubled = [n for n in params if n in given]
     if doubled:
-        raise TypeError(f"flexmasks: `{doubled[0]}` is given twice: the {cls.kind} already has it.")
-    return cls.of(known, {**given, **params})
+        raise TypeError(f"flexmasks: `{doubled[0]}` is given twice: the {cls._kind} already has it.")
+    return cls._of(known, {**given, **params})
 
 
 Constructor = Callable[..., Mask | Score]

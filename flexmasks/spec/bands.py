@@ -74,10 +74,10 @@ class Factors:
 
 def band_of(mask: Mask, size: Size) -> Band | None:
     """Return a mask as a window at these sizes, None if it is none or its definition does not say."""
-    if mask.definition is AND:
+    if mask._definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
-    return cast("Band | None", _asked(mask, size, mask.definition.band, _check_band))
+    return cast("Band | None", _asked(mask, size, mask._definition.band, _check_band))
 
 
 def documents_of(mask: Mask, size: Size) -> Band | None:
@@ -86,16 +86,16 @@ def documents_of(mask: Mask, size: Size) -> Band | None:
     None says that a batch element is one sequence. Raises Unfit if there are documents that are no sequences end to
     end, with as many queries as keys, inside which all pairs lie. No value of a tensor is read.
     """
-    if mask.definition is AND:
+    if mask._definition is AND:
         found = [d for m in mask.params["masks"] if (d := documents_of(m, size)) is not None]
         if len(found) > 1:
             raise Unfit("it knows where documents start for one set of documents, and this mask has several")
         return found[0] if found else None
-    by_library, band = mask.definition.by_library, None
+    by_library, band = mask._definition.by_library, None
     if not by_library or mask.name == "document":
         band = band_of(mask, size)
     elif mask.name == "packed":
-        places = mask.checked(size)
+        places = mask._checked(size)
         is_nested = holds_documents(places.pop("inner"))
         band = None if is_nested or not is_zero(places.get("q_start", 0)) else in_sequences(Band(), size, **places)
     if not holds_documents(mask) and (band is None or band.sequences is None):
@@ -111,22 +111,22 @@ def documents_of(mask: Mask, size: Size) -> Band | None:
 
 def holds_documents(mask: Any) -> bool:
     """Return whether a mask of the library that packs documents is a mask, or inside it."""
-    return isinstance(mask, Mask) and any(map(packs_documents, mask.inside()))
+    return isinstance(mask, Mask) and any(map(packs_documents, mask._inside()))
 
 
 def packs_documents(mask: Any) -> bool:
     """Return whether a mask is one of the library by which documents are packed."""
-    return bool(mask.definition.by_library and mask.name in _OF_DOCUMENTS)
+    return bool(mask._definition.by_library and mask.name in _OF_DOCUMENTS)
 
 
 def may_be_band(mask: Mask) -> bool:
     """Return whether a mask is of a kind that bands say, alone or with the lengths of its sequences."""
-    if mask.definition is AND:
+    if mask._definition is AND:
         return all(map(may_be_band, mask.params["masks"]))
-    if mask.definition.by_library and mask.name == "padding":
+    if mask._definition.by_library and mask.name == "padding":
         return True
-    inner = [m for m in mask.operands() if isinstance(m, Mask)]
-    return mask.definition.band is not None and all(map(may_be_band, inner))
+    inner = [m for m in mask._operands() if isinstance(m, Mask)]
+    return mask._definition.band is not None and all(map(may_be_band, inner))
 
 
 def is_zero(number: Any) -> bool:
@@ -134,11 +134,11 @@ def is_zero(number: Any) -> bool:
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    return cast("float | None", _asked(score, size, score.definition.cap, _check_cap))
+    return cast("float | None", _asked(score, size, score._definition.cap, _check_cap))
 
 
 def factors_of(score: Score, size: Size) -> Factors | None:
-    return cast("Factors | None", _asked(score, size, score.definition.factors, _check_factors))
+    return cast("Factors | None", _asked(score, size, score._definition.factors, _check_factors))
 
 
 def _check_band(band: Any) -> None:
@@ -158,14 +158,14 @@ def _check_factors(factors: Any) -> None:
 def _asked(value: Mask | Score, size: Size, hook: Callable[..., Any] | None, check: Callable[[Any], None]) -> Any:
     if hook is None:
         return None
-    arguments = value.checked(size)
+    arguments = value._checked(size)
     try:
         found = hook(size, **arguments)
         if found is not None:
             check(found)
         return found
     except (ValueError, TypeError) as error:
-        raise value.named(error) from None
+        raise value._named(error) from None
 
 
 def intersection(bands: list[Band]) -> Band | None:

@@ -134,7 +134,7 @@ def named(value: Any, names: list[str]) -> str:
     """Return what to write for an argument: of all names that it may have, the one that fits its type."""
     if isinstance(value, str) and "mask" in names:
         return f'mask="{value}"'
-    kind = getattr(value, "kind", "mask" if callable(value) else "")  # a Mask or Score says what it is
+    kind = getattr(value, "_kind", "mask" if callable(value) else "")  # a Mask or Score says what it is
     if isinstance(value, compat.BlockMask):
         kind = "block_mask"
     if isinstance(value, Tensor) and "mask" in names and value.ndim >= 2:

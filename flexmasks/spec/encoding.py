@@ -45,7 +45,7 @@ def encode(mask: Modifier, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 def _text_of(mask: Modifier, device: torch.device, dtype: torch.dtype, leaves: list[Any]) -> str:
-    definition = mask.definition
+    definition = mask._definition
     name = definition.name if definition.by_library else _name_of(definition)
     params = ""
     for key, value in mask.params.items():
@@ -118,18 +118,18 @@ def seen_in_graphs(name: str, key: str) -> Seen:
 
 def note_constants(score: Modifier, size: Size) -> None:
     """Note which numbers of users' score changes cannot be tensors. The tensors among the parameters have values."""
-    for inner in score.inside():
-        definition, params = inner.definition, inner.params
+    for inner in score._inside():
+        definition, params = inner._definition, inner.params
         numbers = {n: x for n, x in params.items() if _is_number(x) and _may_be_input(definition, n)}
         if not numbers or definition.by_library:
             continue
-        function = inner.bind(inner.resolve(size))
+        function = inner._bind(inner._resolve(size))
         name = _named(*definition.functions)
         for n, x in numbers.items():
             tensor = torch.full((), x, dtype=_dtype_of(x, definition.parameters[n], size.dtype), device=size.device)
             other = Score(definition, {**params, n: tensor})
             sizes = size.batch, size.heads, size.q_len, size.kv_len
-            made = other.bind(other.resolve(size))
+            made = other._bind(other._resolve(size))
             seen = seen_in_graphs(name, n)
             seen.why_constant = seen.why_constant or difference(function, made, size.device, sizes)
             seen.checked.add(n)

@@ -39,7 +39,7 @@ def prepare_sequences(
     """
     q_len, kv_len = (None, None) if size is None else (size.positions_of_q, size.kv_len)
     starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
-    if starts_alike and isinstance(inner, Score) and inner.is_relative():
+    if starts_alike and isinstance(inner, Score) and inner._is_relative():
         _length_of("offsets", offsets, size, q_len)
         return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     if kv_offsets is None:
@@ -246,7 +246,7 @@ def check_pages(
 
 def _mod_of(mask: Mask, size: Size) -> Callable[..., Tensor]:
     """Return the mask_mod of queries that start where the sizes say."""
-    mask_mod, starts = mask.bind(mask.resolve(size)), size.starts
+    mask_mod, starts = mask._bind(mask._resolve(size)), size.starts
     if starts is None:
         return lambda b, h, q, kv: mask_mod(b, h, q + size.q_offset, kv)
     return lambda b, h, q, kv: mask_mod(b, h, q + starts[b].type_as(q), kv)

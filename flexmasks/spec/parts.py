@@ -65,7 +65,7 @@ def part_of(value: _Value, part: PartOfCall) -> _Value:
     params |= {name: first for name, first in firsts.items() if first}
     if part.key_positions is not None:
         params["key_positions"] = part.key_positions
-    return type(value).of(_MASK_PART if isinstance(value, Mask) else _SCORE_PART, params)
+    return type(value)._of(_MASK_PART if isinstance(value, Mask) else _SCORE_PART, params)
 
 
 def _prepare_part(
@@ -149,7 +149,7 @@ def rows_of(value: _Value, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> 
     firsts, lasts: int[N], the positions of the first and the last query of each sequence, in all rows.
     """
     params = {"inner": value, "sequences": sequences, "firsts": firsts, "lasts": lasts}
-    return type(value).of(_MASK_ROWS if isinstance(value, Mask) else _SCORE_ROWS, params)
+    return type(value)._of(_MASK_ROWS if isinstance(value, Mask) else _SCORE_ROWS, params)
 
 
 def _prepare_rows(

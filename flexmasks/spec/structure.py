@@ -170,7 +170,7 @@ def flatten(
 
     contents: whether the elements of sequences that become tensors, and the bounds of lengths, belong to the structure.
         Without them it describes a kernel, which takes the elements as inputs, and cannot be filled.
-    lifts: leave out the numbers that `Modifier.resolve` makes tensors.
+    lifts: leave out the numbers that `Modifier._resolve` makes tensors.
     by_name: whether a tensor that stands in places of several names is a leaf of each name.
     """
     walk = Walk(contents, lifts, by_name)
@@ -265,7 +265,7 @@ def with_inputs(structure: Structure, leaves: Leaves, inputs: Mapping[int, Tenso
 class Readable:
     """Base of classes whose objects say how they are taken apart: Mask and Score."""
 
-    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+    def _taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
         """Return the key of the object without leaves, and its recipe, by `walk.take(part, place)` of its parts."""
         raise NotImplementedError
 
@@ -540,7 +540,7 @@ def _rule_for(value: Any) -> Callable[[Walk, Any], tuple[Hashable, Recipe]] | No
     if isinstance(value, Tensor):
         return Walk._tensor
     if isinstance(value, Readable):
-        return lambda walk, readable: readable.taken(walk)
+        return lambda walk, readable: readable._taken(walk)
     if isinstance(value, np.generic) or type(value) is np.ndarray:
         return Walk._of_numpy
     if isinstance(value, (types.ModuleType, type)):

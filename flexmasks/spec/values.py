@@ -59,7 +59,7 @@ class ResolvedInner(Readable):
     source: str
     resolved: tuple[Mapping[str, Any], ...]
 
-    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+    def _taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
         key, make = walk.take(self.resolved, (id(self), "attribute", "resolved"))
         source = self.source
         return (source, key), lambda filling: ResolvedInner(source, make(filling))
@@ -71,7 +71,7 @@ class Given(Readable):
 
     parameter: str
 
-    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+    def _taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
         return self, lambda _: self
 
 
@@ -82,22 +82,24 @@ class Absent:
 class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
-    kind: ClassVar[str]
-    how_to_combine: ClassVar[str]
+    _kind: ClassVar[str]
+    _how_to_combine: ClassVar[str]
     __array_ufunc__ = None  # NumPy's arrays leave `&` and `|` to masks, which say what to write
-    definition: Definition
+    _definition: Definition
     params: Mapping[str, Any]
-    to_html: ClassVar[Callable[[Any], str]]  # set by the package
+    _calls: ClassVar[Any]  # the public calls, which the package sets: they import this module
 
     def __init__(self, definition: Definition | None = None, params: Mapping[str, Any] | None = None) -> None:
         if params is None or not isinstance(definition, Definition):
-            raise TypeError(f"flexmasks: a {type(self).__name__} is made by flexmasks.get_{self.kind}({definition!r}).")
-        self.definition = definition
+            raise TypeError(
+                f"flexmasks: a {type(self).__name__} is made by flexmasks.get_{self._kind}({definition!r})."
+            )
+        self._definition = definition
         self.params = {name: freeze(value) for name, value in params.items()}
         self._bound: dict[torch.device, tuple[Hashable, Callable[..., Tensor]]] = {}
 
     @classmethod
-    def of(cls, definition: Definition, params: Mapping[str, Any]) -> Self:
+    def _of(cls, definition: Definition, params: Mapping[str, Any]) -> Self:
         """Return the value of a definition with these parameters.
 
         Raises TypeError if a parameter is unknown or missing.
@@ -106,98 +108,107 @@ class Modifier(Readable):
         made = cls(definition, params)
         for name, value in made.params.items():
             for inner in _modifiers_in(value):
-                if inner.kind != cls.kind:
+                if inner._kind != cls._kind:
                     raise TypeError(
-                        f"flexmasks {cls.kind} {definition.name!r}: `{name}` must be a {cls.kind}, got {inner!r}, "
-                        f"a {inner.kind}."
+                        f"flexmasks {cls._kind} {definition.name!r}: `{name}` must be a {cls._kind}, got {inner!r}, "
+                        f"a {inner._kind}."
                     )
         return made
 
     @property
     def name(self) -> str:
         """The registered name, or the function's own name."""
-        return self.definition.name
+        return self._definition.name
 
-    def operands(self) -> list[Modifier]:
+    def _operands(self) -> list[Modifier]:
         """The masks or scores among the parameters."""
         return [m for value in self.params.values() for m in _modifiers_in(value)]
 
-    def inside(self) -> list[Modifier]:
+    def _inside(self) -> list[Modifier]:
         """The value, and all masks or scores inside it."""
-        return [self, *[m for inner in self.operands() for m in inner.inside()]]
+        return [self, *[m for inner in self._operands() for m in inner._inside()]]
 
-    def is_by_library(self) -> bool:
+    def _is_by_library(self) -> bool:
         """Whether this library wrote all functions."""
-        return all(m.definition.by_library for m in self.inside())
+        return all(m._definition.by_library for m in self._inside())
 
     @functools.cached_property
-    def own_key(self) -> tuple[Hashable, list[Tensor]] | None:
+    def _own_key(self) -> tuple[Hashable, list[Tensor]] | None:
         """The value's key and tensors if the library wrote all functions, so that nothing else can change, or None."""
-        if not self.is_by_library():
+        if not self._is_by_library():
             return None
         structure, leaves = flatten(self)
         return None if structure.unreadable else (structure.key, leaves.tensors)
 
     @functools.cached_property
-    def alone(self) -> Any:
+    def _alone(self) -> Any:
         """The function, if the value is one function and nothing else, or None."""
-        functions = [f for f in self.definition.functions if f is not None]
+        functions = [f for f in self._definition.functions if f is not None]
         return functions[0] if len(functions) == 1 and not self.params else None
 
-    def is_relative(self) -> bool:
+    def _is_relative(self) -> bool:
         """Whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
-        return all(m.definition.relative for m in self.inside())
+        return all(m._definition.relative for m in self._inside())
 
-    def has_other_function(self) -> bool:
+    def _has_other_function(self) -> bool:
         """Whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
-        return any(m.definition.compiled is not None for m in self.inside())
+        return any(m._definition.compiled is not None for m in self._inside())
 
-    def implied_size(self, dimension: str) -> int | None:
+    def _implied_size(self, dimension: str) -> int | None:
         """The size that the parameters' shapes imply for B, H, Q, KV or S, see flexmasks.spec.parameters, or None."""
-        own = implied_size(dimension, self.definition.parameters, self.params)
-        if self.definition.inner_size is not None and dimension != "H":
+        own = implied_size(dimension, self._definition.parameters, self.params)
+        if self._definition.inner_size is not None and dimension != "H":
             return own  # inner masks see other sizes than the call's
-        return next((n for n in (own, *(m.implied_size(dimension) for m in self.operands())) if n), None)
+        return next((n for n in (own, *(m._implied_size(dimension) for m in self._operands())) if n), None)
 
     def _repr_html_(self) -> str:
-        # Jupyter shows the picture, over lengths that the parameters suggest.
-        return type(self).to_html(self)
+        return str(self._calls._html_of(self))  # Jupyter shows the picture, over lengths that the parameters suggest
 
-    def tensors(self) -> list[Tensor]:
+    @says_what_to_write()
+    def draw(self, q_len: int | None = None, kv_len: int | None = None, **arguments: Any) -> Any:
+        """Return the picture over these lengths, see `flexmasks.draw`."""
+        return self._calls.draw(self, q_len, kv_len, **arguments)
+
+    @says_what_to_write()
+    def show(self, q_len: int | None = None, kv_len: int | None = None, **arguments: Any) -> None:
+        """Show the picture over these lengths, see `flexmasks.show`."""
+        self._calls.show(self, q_len, kv_len, **arguments)
+
+    def _tensors(self) -> list[Tensor]:
         """The tensors among parameters and captured variables, without variables that cannot be read."""
         return tensors_of(self)
 
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors that have names, with their names in words."""
-        leaves, holders = flatten(self)[1], {id(m): m for m in self.inside()}
+        leaves, holders = flatten(self)[1], {id(m): m for m in self._inside()}
         named = []
         for place, tensor in zip(leaves.places, leaves.tensors, strict=True):
             if place is None:
                 continue
             holder = holders.get(place.holder)
             what = f"the {place.kind} `{place.name}` of the function"
-            named.append((what if holder is None else f"`{place.name}` of {holder.kind} {holder.name!r}", tensor))
+            named.append((what if holder is None else f"`{place.name}` of {holder._kind} {holder.name!r}", tensor))
         return named
 
-    def numbers(self) -> list[Tensor]:
+    def _numbers(self) -> list[Tensor]:
         """The 0-dimensional tensors among the parameters, those of inner masks or scores included."""
         return [t for t in self._parameter_tensors() if t.ndim == 0]
 
-    def learns(self) -> bool:
+    def _learns(self) -> bool:
         """Whether a tensor among the parameters, those of inner values included, requires a gradient."""
         return any(t.requires_grad for t in self._parameter_tensors())
 
     def _parameter_tensors(self) -> list[Tensor]:
-        return [v for m in self.inside() for v in m.params.values() if isinstance(v, Tensor)]
+        return [v for m in self._inside() for v in m.params.values() if isinstance(v, Tensor)]
 
-    def holds_lists(self) -> bool:
+    def _holds_lists(self) -> bool:
         """Whether sequences stand for tensors among the parameters, inner ones included."""
-        return any(m.definition.parameters[n].is_sequence(v) for m in self.inside() for n, v in m.params.items())
+        return any(m._definition.parameters[n].is_sequence(v) for m in self._inside() for n, v in m.params.items())
 
-    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
-        definition = self.definition
+    def _taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+        definition = self._definition
         without_tensors: Definition | dict[str, Any] = definition
-        key: list[Hashable] = [self.kind]
+        key: list[Hashable] = [self._kind]
         functions: list[Recipe] = []
         defaults: dict[str, Recipe] = {}
         if definition.by_library:
@@ -228,13 +239,13 @@ class Modifier(Readable):
                 key.append((name, part))
         return tuple(key), functools.partial(_filled, type(self), without_tensors, functions, defaults, params)
 
-    def checked(self, size: Size) -> dict[str, Any]:
+    def _checked(self, size: Size) -> dict[str, Any]:
         """The parameters by name, checked against a call's sizes, with sequences as tensors."""
-        parameters, sizes = self.definition.parameters, size.named()
-        what = f"flexmasks {self.kind} {self.name!r}"
+        parameters, sizes = self._definition.parameters, size.named()
+        what = f"flexmasks {self._kind} {self.name!r}"
         return {n: parameters[n].check(what, v, size, sizes) for n, v in self._values().items()}
 
-    def check(self, size: Size, known: dict[str, int]) -> None:
+    def _check(self, size: Size, known: dict[str, int]) -> None:
         """Check the parameters, and those of inner masks or scores, against the sizes that are known.
 
         known: sizes by the names of `Size.named`. Those of the batch and the heads that shapes imply are added, for
@@ -242,36 +253,36 @@ class Modifier(Readable):
 
         Raises ValueError or TypeError.
         """
-        parameters, sizes = self.definition.parameters, dict(known)
+        parameters, sizes = self._definition.parameters, dict(known)
         for name, value in self._values().items():
-            parameters[name].check(f"flexmasks {self.kind} {self.name!r}", value, size, sizes)
+            parameters[name].check(f"flexmasks {self._kind} {self.name!r}", value, size, sizes)
         known |= {n: sizes[n] for n in ("B", "H") if sizes.get(n, 1) != 1}
-        if self.definition.inner_size is None:  # others see other sizes than the call's, which may depend on values
-            for inner in self.operands():
-                inner.check(size, known)
+        if self._definition.inner_size is None:  # others see other sizes than the call's, which may depend on values
+            for inner in self._operands():
+                inner._check(size, known)
 
     def _values(self) -> dict[str, Any]:
-        return {n: p.default for n, p in self.definition.parameters.items()} | dict(self.params)
+        return {n: p.default for n, p in self._definition.parameters.items()} | dict(self.params)
 
-    def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
+    def _resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
         """Return the arguments that `bind` uses in place of the given parameters, checked against a call's sizes.
 
         The result holds none of the user's tensors: where `prepare` returns one, the result says which parameter it
         is. With `lift`, numbers that may be tensors become tensors, so that a compiled kernel takes them as inputs.
         Without sizes nothing is checked: the value is called by itself, as a mask_mod or score_mod.
         """
-        parameters, prepare = self.definition.parameters, self.definition.prepare
+        parameters, prepare = self._definition.parameters, self._definition.prepare
         if size is not None:
             device = size.device
-            arguments = self.checked(size)
-            if self.kind == "score":
+            arguments = self._checked(size)
+            if self._kind == "score":
                 arguments = {n: _in_precision(v, size.dtype) for n, v in arguments.items()}
         else:
             arguments = {n: self._unchecked(n, v, device) for n, v in self._values().items()}
         inner_size = size
         try:
-            if self.definition.inner_size is not None and size is not None:
-                inner_size = self.definition.inner_size(size, **arguments)
+            if self._definition.inner_size is not None and size is not None:
+                inner_size = self._definition.inner_size(size, **arguments)
                 check_returned("inner_size", inner_size, Size, "a flexmasks.spec.Size")
             if prepare is not None:
                 given = arguments
@@ -280,7 +291,7 @@ class Modifier(Readable):
                 if size is None and device is not None:  # `prepare` made tensors of numbers on the CPU
                     arguments = {n: _moved(v, given, device) for n, v in arguments.items()}
         except (ValueError, TypeError) as error:
-            raise self.named(error) from None
+            raise self._named(error) from None
         if lift:
             for n, p in parameters.items():
                 if type(arguments.get(n)) is int and p.takes_tensor(0):
@@ -292,14 +303,14 @@ class Modifier(Readable):
     ) -> dict[str, Any]:
         """Return the arguments that differ from the given parameters, with `Given` for a user's tensor."""
         resolved: dict[str, Any] = {}
-        parameters, has_prepared = self.definition.parameters, self.definition.prepare is not None
+        parameters, has_prepared = self._definition.parameters, self._definition.prepare is not None
         for n, value in arguments.items():
             given = self.params.get(n, Absent if has_prepared else parameters[n].default)
             if inner := _modifiers_in(value):
                 source = next((p for p, v in self.params.items() if v is value), n)
                 if self._given(source) is not value:
-                    raise self.named(TypeError(f"`prepare` must return the {self.kind} `{n}` as it was given."))
-                resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
+                    raise self._named(TypeError(f"`prepare` must return the {self._kind} `{n}` as it was given."))
+                resolved[n] = ResolvedInner(source, tuple(m._resolve(inner_size, lift, device) for m in inner))
             elif isinstance(value, Tensor) and (names := [p for p, v in self.params.items() if v is value]):
                 if names != [n]:
                     resolved[n] = Given(names[0])
@@ -309,20 +320,20 @@ class Modifier(Readable):
 
     def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:
         """A parameter's value with a sequence as a tensor, for a call without sizes."""
-        parameter = self.definition.parameters[name]
+        parameter = self._definition.parameters[name]
         if not parameter.is_sequence(value):
             return value
         try:
             return parameter.tensor(value, device)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self.named(ValueError(f"`{name}` cannot be made a tensor: {error}")) from error
+            raise self._named(ValueError(f"`{name}` cannot be made a tensor: {error}")) from error
 
-    def named(self, error: Exception) -> Exception:
+    def _named(self, error: Exception) -> Exception:
         """Return a hook's error with the name of the mask or score before it."""
         is_named = str(error).startswith("flexmasks")
-        return error if is_named else type(error)(f"flexmasks {self.kind} {self.name!r}: {error}")
+        return error if is_named else type(error)(f"flexmasks {self._kind} {self.name!r}: {error}")
 
-    def bind(
+    def _bind(
         self,
         resolved: Mapping[str, Any],
         heads: int | None = None,
@@ -339,14 +350,14 @@ class Modifier(Readable):
             if isinstance(value, ResolvedInner):
                 source = self._given(value.source)
                 inner = zip(_modifiers_in(source), value.resolved, strict=True)
-                mods = (m.bind(r, heads, for_kernels) for m, r in inner)
+                mods = (m._bind(r, heads, for_kernels) for m, r in inner)
                 made = tuple(next(mods) if isinstance(x, Modifier) else x for x in _parts_of(source))
                 arguments[name] = made if isinstance(source, tuple) else made[0]
             elif isinstance(value, Given):
                 arguments[name] = self.params[value.parameter]
             elif value is not Absent:
                 arguments[name] = value
-        function = (self.definition.compiled if for_kernels else None) or self.definition.function
+        function = (self._definition.compiled if for_kernels else None) or self._definition.function
         if not arguments:
             return function
         if heads:
@@ -355,17 +366,17 @@ class Modifier(Readable):
                 over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
                 function = _by_head(function, over_heads)
                 arguments = {n: v for n, v in arguments.items() if n not in numbers}
-        return _close(self.kind, function, arguments)
+        return _close(self._kind, function, arguments)
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
         """The function for a call outside `attention`, kept until a tensor that it was prepared from changes."""
         known = self._bound.get(device)
         if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
-            return self.bind(self.resolve(None, device=device)) if known is None else known[1]
-        state = () if all(m.definition.prepare is None for m in self.inside()) else state_of(self, [])
+            return self._bind(self._resolve(None, device=device)) if known is None else known[1]
+        state = () if all(m._definition.prepare is None for m in self._inside()) else state_of(self, [])
         if known is None or state is None or known[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-                known = self._bound[device] = state, self.bind(self.resolve(None, device=device))
+                known = self._bound[device] = state, self._bind(self._resolve(None, device=device))
         return known[1]
 
     def to(self, device: torch.device | str) -> Self:
@@ -376,16 +387,16 @@ class Modifier(Readable):
         call = f"flexmasks.{type(self).__name__}.to"
         device = device_named(call, device)
         if device.type != "meta":
-            self.check_data(call)
-        return type(self)(self.definition, {n: _on(v, device) for n, v in self.params.items()})
+            self._check_data(call)
+        return type(self)(self._definition, {n: _on(v, device) for n, v in self.params.items()})
 
     def _given(self, name: str) -> Any:
-        parameter = self.definition.parameters.get(name)
+        parameter = self._definition.parameters.get(name)
         return self.params.get(name, parameter and parameter.default)
 
-    def check_data(self, call: str) -> None:
+    def _check_data(self, call: str) -> None:
         """Raise ValueError for a tensor on the meta device."""
-        for name, tensor in self.named_tensors():
+        for name, tensor in self._named_tensors():
             if tensor.is_meta:
                 advice = how_to_move(tensor.device)
                 raise ValueError(f"{call}: {name} must hold data, it is {describe(tensor)} on meta; {advice}.")
@@ -394,13 +405,13 @@ class Modifier(Readable):
         parts = itertools.chain.from_iterable(map(_parts_of, self.params.values()))
         problem = why_not_pickled(tuple(x for x in parts if not isinstance(x, Modifier)))
         if problem:
-            return refused_to_pickle(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
-        return loaded, (self.kind, self.definition, dict(self.params))
+            return refused_to_pickle(f"flexmasks: the {self._kind} {self!r} cannot be pickled: {problem}.")
+        return loaded, (self._kind, self._definition, dict(self.params))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Modifier):
             return NotImplemented
-        if self.kind != other.kind or self.definition.function is not other.definition.function:
+        if self._kind != other._kind or self._definition.function is not other._definition.function:
             return False
         return self.params.keys() == other.params.keys() and all(
             same(v, other.params[n]) for n, v in self.params.items()
@@ -408,11 +419,11 @@ class Modifier(Readable):
 
     def __hash__(self) -> int:
         params = frozenset((n, hashable(v)) for n, v in self.params.items())
-        return hash((self.kind, self.definition.function, params))
+        return hash((self._kind, self._definition.function, params))
 
     def __repr__(self) -> str:
         given = ", ".join(f"{n}={describe(v)}" for n, v in self.params.items())
-        return f"{self.name}({given})" if self.definition.registered or given else self.name
+        return f"{self.name}({given})" if self._definition.registered or given else self.name
 
 
 def _refuse(name: str, sign: str) -> None:
@@ -420,7 +431,7 @@ def _refuse(name: str, sign: str) -> None:
 
     def refused(self: Modifier, *others: Any) -> NoReturn:
         got = " and ".join(map(in_message, (self, *others)))
-        raise TypeError(f"flexmasks: {self.how_to_combine}, not by `{sign}`; got {got}.")
+        raise TypeError(f"flexmasks: {self._how_to_combine}, not by `{sign}`; got {got}.")
 
     setattr(Modifier, f"__{name}__", refused)
 
@@ -471,6 +482,9 @@ class AsAttentionMask:
 
     ndim, shape = 4, (None, None, None, None)  # of any numbers of batch elements, heads, queries and keys
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in ("cumsum", "ndim", "shape")]
+
     # Chunks start behind the padding on the left, which is where the running sum of a mask is 0: here nowhere.
 
     def cumsum(self, dim: int) -> Tensor:
@@ -506,9 +520,9 @@ class Mask(AsAttentionMask, Modifier):
         causal() & document(document_ids=(0, 0, 1, 1))
     """
 
-    kind = "mask"
-    how_to_combine = "masks are combined by `&`, `|` and `~`"
-    count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
+    _kind = "mask"
+    _how_to_combine = "masks are combined by `&`, `|` and `~`"
+    _count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(_device_of(self, q))(b, h, q, kv)
@@ -562,13 +576,24 @@ class Mask(AsAttentionMask, Modifier):
             looked at element by element: 124
         """
         sizes = {"batch": batch, "heads": heads, "device": device, "block_size": block_size, "q_offset": q_offset}
-        return Mask.count_blocks(self, q_len, kv_len, exact=exact, **sizes)
+        return Mask._count_blocks(self, q_len, kv_len, exact=exact, **sizes)
+
+    @says_what_to_write()
+    def dense(self, q_len: int, kv_len: int | None = None, **arguments: Any) -> Tensor:
+        """Return the booleans of all pairs, True = visible, see `flexmasks.dense_mask`."""
+        made: Tensor = self._calls.dense_mask(self, q_len, kv_len, **arguments)
+        return made
+
+    @says_what_to_write()
+    def plan(self, q_len: int, kv_len: int | None = None, **arguments: Any) -> Any:
+        """Return the plan for calls of these lengths, see `flexmasks.plan`."""
+        return self._calls.plan(self, q_len, kv_len, **arguments)
 
     def __repr__(self) -> str:
-        template = self.definition.template
+        template = self._definition.template
         if not template:
             return super().__repr__()
-        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in self.operands()]
+        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in self._operands()]
         return template + parts[0] if len(parts) == 1 else template.join(parts)
 
 
@@ -585,8 +610,8 @@ class Score(Modifier):
         softcap(cap=30.0)
     """
 
-    kind = "score"
-    how_to_combine = "scores are combined as a list, score=[a, b], which applies them in turn"
+    _kind = "score"
+    _how_to_combine = "scores are combined as a list, score=[a, b], which applies them in turn"
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(_device_of(self, q))(score, b, h, q, kv)
@@ -603,7 +628,7 @@ def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifie
     if not isinstance(definition, Definition) or definition.kind != kind or not isinstance(params, dict):
         raise TypeError(f"flexmasks: a pickle of a {kind} is damaged.")
     cls = Mask if kind == "mask" else Score
-    return cls.of(definition, params)
+    return cls._of(definition, params)
 
 
 def to_mask(value: Any) -> Mask:
@@ -611,23 +636,23 @@ def to_mask(value: Any) -> Mask:
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, but {value!r} is a score.")
     if isinstance(value, str):
-        return Mask.of(definition("mask", value), {})
+        return Mask._of(definition("mask", value), {})
     if (pairs := of_pairs("mask", value)) is not None:
-        return Mask.of(*pairs)
-    return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
+        return Mask._of(*pairs)
+    return value if isinstance(value, Mask) else Mask._of(define("mask", value), {})
 
 
 def _combine(operator: Definition, *operands: Any) -> Mask:
     masks: list[Mask] = []
     for operand in operands:
         mask = to_mask(operand)
-        masks += mask.params["masks"] if mask.definition is operator else [mask]
+        masks += mask.params["masks"] if mask._definition is operator else [mask]
     return Mask(operator, {"masks": tuple(masks)})
 
 
 def _binds_looser(inner: Modifier, outer: Mask) -> bool:
     order = [NOT, AND, OR]
-    return bool(inner.definition.template) and order.index(inner.definition) > order.index(outer.definition)
+    return bool(inner._definition.template) and order.index(inner._definition) > order.index(outer._definition)
 
 
 def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]) -> Callable[..., Tensor]:

@@ -259,7 +259,7 @@ def _example_rows(kind: str, name: str, shape: _Shape, dtype: torch.dtype, devic
             try:
                 mask.blocks(length, batch=b, heads=h, device=device)
                 if score is not None:
-                    score.resolve(Size(b, h, length, length, device))
+                    score._resolve(Size(b, h, length, length, device))
                 return Case(name if score is None else f"{name}, causal", mask, score), (b, h, length, size)
             except (ValueError, TypeError) as error:
                 errors.append(error)

@@ -39,7 +39,7 @@ def fitting(
 
 def on_device(value: Modifier, device: torch.device) -> Any:
     """Return the mask or score with its tensors on a device, and sequences as tensors there."""
-    parameters = value.definition.parameters
+    parameters = value._definition.parameters
 
     def moved(name: str, given: Any) -> Any:
         if isinstance(given, Modifier):
@@ -50,4 +50,4 @@ def on_device(value: Modifier, device: torch.device) -> Any:
             return tuple(moved(name, g) for g in given)
         return given.to(device) if isinstance(given, Tensor) else given
 
-    return type(value)(value.definition, {n: moved(n, v) for n, v in value.params.items()})
+    return type(value)(value._definition, {n: moved(n, v) for n, v in value.params.items()})

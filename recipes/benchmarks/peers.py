@@ -31,7 +31,7 @@ def ready_flex(mask: Mask, score: Score | None, size: Size, grouped: bool = Fals
     size: sizes of the call; q_len and kv_len are the same.
     """
     made = block_mask(mask, size.q_len, batch=size.batch, heads=size.heads, device=size.device)
-    score_mod = None if score is None else score.bind(score.resolve(size))
+    score_mod = None if score is None else score._bind(score._resolve(size))
     compiled = compiled_flex()
     if size.device.type != "cuda":
         return lambda q, k, v: separate(compiled(q, k, v, score_mod, made, enable_gqa=grouped))
@@ -47,7 +47,7 @@ def dense_sdpa(
     """
     visible = dense_mask(mask, size.q_len, batch=size.batch, heads=size.heads, device=size.device)
     if score is not None:
-        score_mod = score.bind(score.resolve(size))
+        score_mod = score._bind(score._resolve(size))
         zero = torch.zeros((), device=size.device)
         added = score_mod(zero, *indices(1, size.heads, size.q_len, size.device))
         visible = torch.where(visible, added, -torch.inf).to(dtype)

@@ -151,11 +151,11 @@ def _drawn(entry: Any, lengths: Iterable[int], **options: Any) -> tuple[int, Mas
 
 
 def _code(value: Mask | Score, length: int) -> str:
-    kind, name, module = value.kind, value.name, value.definition.function.__module__
+    kind, name, module = value._kind, value.name, value._definition.function.__module__
     lines = ["import torch", "import flexmasks"]
-    if not value.definition.by_library and module != "__main__":
+    if not value._definition.by_library and module != "__main__":
         lines.append(f"import {module}  # registers {name}")
-    heads = value.implied_size("H") or _HEADS
+    heads = value._implied_size("H") or _HEADS
     lines += ["", f"q, k, v = torch.randn(3, 1, {heads}, {length}, 64)"]
     arguments = []
     for parameter, given in value.params.items():
@@ -223,15 +223,15 @@ def _literal(value: Any) -> str:
 
 
 def _constructor(value: Mask | Score) -> str:
-    if value.definition.template:
+    if value._definition.template:
         masks = value.params["masks"] if "masks" in value.params else (value.params["mask"],)
         parts = [_constructor(mask) for mask in masks]
-        template = value.definition.template
+        template = value._definition.template
         return f"{template}{parts[0]}" if len(parts) == 1 else f"({template.join(parts)})"
-    if not value.definition.registered:
+    if not value._definition.registered:
         raise ValueError(f"the example holds {value!r}, which is not registered, so code cannot name it.")
     given = "".join(f", {name}={_literal(v)}" for name, v in value.params.items())
-    return f'flexmasks.get_{value.kind}("{value.name}"{given})'
+    return f'flexmasks.get_{value._kind}("{value.name}"{given})'
 
 
 def main(words: list[str] | None = None) -> None:

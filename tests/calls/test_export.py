@@ -162,7 +162,7 @@ class Registered(torch.nn.Module):
 
 def tensors_of(entry: Any, length: int) -> dict[str, Tensor]:
     value = entry.example(length)
-    known = value.definition.parameters
+    known = value._definition.parameters
     given = {n: x for n, x in value.params.items() if isinstance(x, Tensor) or known[n].is_sequence(x)}
     return {n: x if isinstance(x, Tensor) else known[n].tensor(x, None) for n, x in given.items()}
 

@@ -392,7 +392,7 @@ def test_a_mask_that_cannot_be_drawn_shows_its_repr_and_why() -> None:
         (flexmasks.get_mask("sliding_window", window=-1), ("sliding_window(window=-1)", "no picture: flexmasks mask ")),
         (flexmasks.get_mask("document", document_ids="<b>"), ("&lt;b&gt;", "no picture: flexmasks mask ")),
         (flexmasks.get_score(lambda score, b, h, q, kv: q > kv), ("no picture: ",)),
-        (Broken(flexmasks.get_mask(undrawable).definition, {}), ("Broken\n", "no picture: ", "torch.where")),
+        (Broken(flexmasks.get_mask(undrawable)._definition, {}), ("Broken\n", "no picture: ", "torch.where")),
     ):
         html = value._repr_html_()
         assert html.startswith("<pre>")

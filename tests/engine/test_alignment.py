@@ -67,10 +67,10 @@ def test_a_mask_whose_rows_differ_is_never_placed_by_chance(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(names("score").keys() - {"packed"}))
 def test_scores(name: str) -> None:
     def attended(score: Any, n: int) -> Tensor:
-        return flexmasks.attention(*torch.randn(3, 1, score.implied_size("H") or 2, n, 8), score=score)
+        return flexmasks.attention(*torch.randn(3, 1, score._implied_size("H") or 2, n, 8), score=score)
 
     length, score, _ = fitting("score", name, SHORT, attended)
-    heads = score.implied_size("H") or 2
+    heads = score._implied_size("H") or 2
     q, k = torch.randn(1, heads, 3, 8), torch.randn(1, heads, length, 8)
     out, message = said(lambda: CALLS["attention"](q, k, score=score))
     assert message or torch.equal(out, CALLS["attention"](q, k, score=score, q_offset="last"))

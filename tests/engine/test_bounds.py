@@ -28,7 +28,7 @@ BATCH, LENGTH = 2, 512
 CPU = torch.device("cpu")
 SIZE = Size(BATCH, 1, LENGTH, LENGTH, CPU)
 # Masks whose examples have tensors.
-WITH_TENSORS = [e.name for e in flexmasks.list_masks() if on_device(example("mask", e.name, 1024), CPU).tensors()]
+WITH_TENSORS = [e.name for e in flexmasks.list_masks() if on_device(example("mask", e.name, 1024), CPU)._tensors()]
 
 
 def of_offsets(window: int) -> Mask:
@@ -79,7 +79,7 @@ def test_bounds_show_the_mask_and_read_no_values(name: str, starts: str) -> None
             size = Size(BATCH, 1, 300, LENGTH, CPU)
         with without_waits("cpu"):
             made = plan_bounds(SizedMask(mask, offset, size, False, (64, 64)))
-        mask_mod = shifted_mask(mask.bind(made.arguments), offset)
+        mask_mod = shifted_mask(mask._bind(made.arguments), offset)
         whole = flexmasks.dense_mask(mask, size.q_len, LENGTH, batch=BATCH, q_offset=offset).expand(BATCH, 1, -1, -1)
         assert torch.equal(pairs(made, mask_mod, size), whole[:, 0])
 
@@ -123,11 +123,11 @@ def test_sizes_that_are_not_read_are_bounds() -> None:
 def test_recorded_plans_hold_no_tensors_of_masks(name: str) -> None:
     """Nor the function, which may hold tensors."""
     mask = MASKS[name]()
-    tensors = mask.tensors()
+    tensors = mask._tensors()
     memory = [weakref.ref(t.untyped_storage()) for t in tensors]
     recorded = RecordedPlan(SizedMask(mask, 0, SIZE, False, (128, 128)), tensors)
     other = MASKS[name]()
-    got, want = recorded(other.tensors()), plan_bounds(SizedMask(other, 0, SIZE, False, (128, 128)))
+    got, want = recorded(other._tensors()), plan_bounds(SizedMask(other, 0, SIZE, False, (128, 128)))
     assert all(map(torch.equal, got.layout.indices, want.layout.indices))
     del mask, tensors
     gc.collect()
@@ -152,11 +152,11 @@ def test_recorded_plans_note_the_bounds_of_tables() -> None:
 def _sized_mask(name: str, device: torch.device, length: int = 1024) -> tuple[SizedMask, list[Tensor]]:
     """Return the example of a name, in the sizes that it suggests, and its tensors."""
     mask = on_device(example("mask", name, length), device)
-    q_len, kv_len = (mask.implied_size(n) or mask.implied_size("S") or length for n in ("Q", "KV"))
+    q_len, kv_len = (mask._implied_size(n) or mask._implied_size("S") or length for n in ("Q", "KV"))
     if name == "paged":
         kv_len = int(mask.params["page_table"].max() + 1) * mask.params["page_size"]
-    size = Size(mask.implied_size("B") or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
-    return SizedMask(mask, 0, size, False, (64, 64)), mask.tensors()
+    size = Size(mask._implied_size("B") or 1, mask._implied_size("H") or 2, q_len, kv_len, device)
+    return SizedMask(mask, 0, size, False, (64, 64)), mask._tensors()
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)

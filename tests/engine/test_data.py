@@ -294,16 +294,16 @@ def test_the_library_s_own_functions(kind: str) -> None:
     refused = set[tuple[str, str]]()
     for name in (flexmasks.list_masks if kind == "mask" else flexmasks.list_scores)():
         value = example(kind, name.name, 256)
-        batch, heads = value.implied_size("B") or 2, value.implied_size("H") or 2
-        q_len, kv_len = (value.implied_size(n) or value.implied_size("S") or 256 for n in ("Q", "KV"))
+        batch, heads = value._implied_size("B") or 2, value._implied_size("H") or 2
+        q_len, kv_len = (value._implied_size(n) or value._implied_size("S") or 256 for n in ("Q", "KV"))
         size = Size(batch, heads, q_len, kv_len, CPU)
         made: Any = MaskPlan(value, size).block_mask.mask_mod if kind == "mask" else ScorePlan(value, size).mod()
         look = CPU, (batch, heads, q_len, kv_len), kind == "score"
         reasons = outside_table(made, *look)
         refused |= {(name.name, r) for r in reasons if kind == "mask" or r in KILLERS}
         if kind == "mask":
-            assert value.is_by_library()
-            assert not (value & (lambda b, h, q, kv: q >= kv)).is_by_library()
+            assert value._is_by_library()
+            assert not (value & (lambda b, h, q, kv: q >= kv))._is_by_library()
     assert {name for name, reason in refused if reason not in OF_FLASH_ALONE} <= EXEMPT
 
 
@@ -829,7 +829,7 @@ def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None
 def test_data_on_a_gpu(name: str, backend: str) -> None:
     """Forward and backward passes, by the kernel that reads data."""
     made = failing()[name]
-    mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()])
+    mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made)._tensors()])
     length = 1000 if name == "constant" else LENGTH
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in torch.randn(3, BATCH, HEADS, length, 64)]
     if backend == "flex_flash":
@@ -852,7 +852,7 @@ def test_data_on_a_gpu(name: str, backend: str) -> None:
 def test_indices_on_a_gpu(queries: int) -> None:
     """Constant and negative indices, also in torch's kernel for few queries."""
     for name, made in {**negative(), "columns": passing()["columns"]}.items():
-        mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()])
+        mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made)._tensors()])
         q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 64, device="cuda", dtype=torch.bfloat16).unbind()
         q = q[:, :, :queries]
         visible = create_mask(mask, BATCH, HEADS, queries, LENGTH, "cuda")

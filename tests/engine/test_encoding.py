@@ -42,15 +42,15 @@ def root(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, of: floa
 
 def evaluated(value: Modifier, size: Size) -> Tensor:
     """Return the mask, or the changed scores, of all pairs; scores are 1 before the change."""
-    bound = value.bind(value.resolve(size))
+    bound = value._bind(value._resolve(size))
     indices = [torch.arange(n) for n in (size.batch, size.heads, size.q_len, size.kv_len)]
-    if value.kind == "mask":
+    if value._kind == "mask":
         return over_indices(bound)(*indices)
     return over_indices(bound, (0,))(torch.ones([len(i) for i in indices]), *indices)
 
 
 def check(value: Modifier, size: Size = SIZE) -> None:
-    decoded = decode(value.kind, encode(value, CPU).values())
+    decoded = decode(value._kind, encode(value, CPU).values())
     assert type(decoded) is type(value)
     assert torch.equal(evaluated(decoded, size), evaluated(value, size))
 
@@ -147,10 +147,10 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
 
     for name, function in (("another_causal", causal), ("wrapped_causal", wrapped)):
         flexmasks.register_mask(name=name)(function)
-        assert not flexmasks.get_mask(name).is_by_library()
-    assert flexmasks.packed("causal", [0, 9]).is_by_library()
+        assert not flexmasks.get_mask(name)._is_by_library()
+    assert flexmasks.packed("causal", [0, 9])._is_by_library()
     assert all(d.by_library for d in definitions.OPERATORS.values())
-    assert flexmasks.get_mask("causal").is_by_library()
+    assert flexmasks.get_mask("causal")._is_by_library()
 
 
 def test_what_only_torch_can_read_is_refused_in_words() -> None:

@@ -52,7 +52,7 @@ def test_registered_masks(case: Case) -> None:
     offset = given.pop("q_offset")
     mask = flexmasks.get_mask(case.name, **given)
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, _CPU), offset)
-    mask_mod = shifted_mask(mask.bind(mask.resolve(size)), offset)
+    mask_mod = shifted_mask(mask._bind(mask._resolve(size)), offset)
     try:
         found = intervals_of(mask_mod, case.batch, case.heads, case.q_len, case.kv_len, _CPU)
     except GiveUp:

@@ -104,7 +104,7 @@ _OF_DOCUMENTS = {
     "offsets": flexmasks.packed("prefix_lm", torch.tensor([0, 7, 7, 135, 300]), prefix_len=5),
     "causal, with padding": flexmasks.packed("causal", torch.tensor([0, 7, 7, 135, 300])),
     "function": get_mask("document", document_ids=_ids(*_LENS)) & get_mask(every_third),
-    "a user's band": Mask.of(_OF_USER, {}),
+    "a user's band": Mask._of(_OF_USER, {}),
 }
 
 

@@ -438,7 +438,7 @@ def test_heads_of_one_number_are_refused() -> None:
         (lambda: {"mask": _documents() & _padding()}, "leave key_padding out"),
         (lambda: {"mask": flexmasks.packed(_padding(), [0, 100])}, "leave key_padding out"),
         (lambda: {"mask": _padding() | get_mask("causal")}, "knows key_padding as the mask or joined to others by &"),
-        (lambda: {"mask": Mask.of(_of_user, {})}, "knows document, cross_document and packed, not halves"),
+        (lambda: {"mask": Mask._of(_of_user, {})}, "knows document, cross_document and packed, not halves"),
         (
             lambda: {
                 "mask": "paged",

@@ -214,7 +214,7 @@ def test_no_template_is_of_what_may_change_unnoticed() -> None:
     given = create_block_mask(of_ids(documents(LENGTH)), BATCH, 1, LENGTH, LENGTH, "cpu")
     with pytest.raises(Opaque):  # it would hold the user's own function
         GivenPlan(given).template()
-    given.mask_mod = opaque.definition.function
+    given.mask_mod = opaque._definition.function
     with pytest.raises(Opaque):
         GivenPlan(given, aliases=Aliases()).template()
 

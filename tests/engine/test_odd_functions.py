@@ -158,7 +158,7 @@ def _form(name: str) -> Iterator[Callable[..., Tensor]]:
 
 def _by_torchs_blocks(q: Tensor, k: Tensor, v: Tensor, mask: flexmasks.Mask, q_offset: int, backend: str) -> Tensor:
     assert not q_offset
-    made = create_block_mask(mask.definition.function, *q.shape[:3], k.shape[2], q.device)
+    made = create_block_mask(mask._definition.function, *q.shape[:3], k.shape[2], q.device)
     return torch.compile(
         lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made, backend=backend), fullgraph=True
     )(q, k, v)

@@ -123,7 +123,7 @@ def test_blocks_are_never_full_where_tokens_end(name: str) -> None:
     mask = example("mask", name, 192)
     for block_size in (128, 80, (256, 128)):
         blocks = flexmasks.block_mask(
-            mask, 192, batch=mask.implied_size("B"), heads=mask.implied_size("H"), block_size=block_size
+            mask, 192, batch=mask._implied_size("B"), heads=mask._implied_size("H"), block_size=block_size
         )
         full = dense(blocks.full_kv_num_blocks, blocks.full_kv_indices)
         assert not full[..., -1, :].any()

@@ -48,8 +48,8 @@ def evaluated(value: Modifier, batch: int, heads: int, queries: Tensor, keys: in
     size = Size(batch, heads, q_len, keys, CPU, **({"q_offset": int(queries.max()) + 1 - q_len} | more))
     b, h, _, kv = torch.meshgrid(*map(torch.arange, (batch, heads, q_len, keys)), indexing="ij")
     indices = b, h, queries.view(-1, 1, q_len, 1).expand_as(b), kv
-    function = value.bind(value.resolve(size))
-    result = function(*indices) if value.kind == "mask" else function(torch.ones(b.shape), *indices)
+    function = value._bind(value._resolve(size))
+    result = function(*indices) if value._kind == "mask" else function(torch.ones(b.shape), *indices)
     return result.expand_as(b)
 
 
@@ -78,12 +78,12 @@ def test_parts_of_parts() -> None:
 
 def test_parameters_are_checked_against_the_whole_call() -> None:
     part = part_of(VALUES["document"], PartOfCall(BATCH, HEADS, LENGTH, first_batch=1))
-    part.resolve(Size(2, HEADS, LENGTH, LENGTH, CPU))
+    part._resolve(Size(2, HEADS, LENGTH, LENGTH, CPU))
     wrong = part_of(VALUES["document"], PartOfCall(BATCH + 1, HEADS, LENGTH, first_batch=1))
     with pytest.raises(ValueError, match=r"`document_ids` must be .*B=4"):
-        wrong.resolve(Size(2, HEADS, LENGTH, LENGTH, CPU))
+        wrong._resolve(Size(2, HEADS, LENGTH, LENGTH, CPU))
     with pytest.raises(ValueError, match="`first_head` must be int in 0"):
-        part_of(VALUES["mask"], PartOfCall(BATCH, HEADS, first_head=-1)).resolve(Size(2, 1, 4, 4, CPU))
+        part_of(VALUES["mask"], PartOfCall(BATCH, HEADS, first_head=-1))._resolve(Size(2, 1, 4, 4, CPU))
 
 
 def test_the_sizes_of_a_whole_call_are_no_part_of_a_kernel() -> None:

@@ -330,9 +330,9 @@ def _tensors_of(params: dict[str, Any]) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Mask):
-            yield from value.tensors()
+            yield from value._tensors()
         elif callable(value):
-            yield from get_mask(value).tensors()
+            yield from get_mask(value)._tensors()
 
 
 @pytest.mark.slow

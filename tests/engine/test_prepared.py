@@ -119,12 +119,12 @@ def test_recorded_plans(holder: str) -> None:
     kind = SizedMask(mask, 0, Size(2, 1, LENGTH, LENGTH, torch.device("cpu")), False, (128, 128))
     if holder in ("named tuple", "object"):
         with pytest.raises(Opaque):
-            RecordedPlan(kind, mask.tensors())
+            RecordedPlan(kind, mask._tensors())
         return
-    recorded = RecordedPlan(kind, mask.tensors())
+    recorded = RecordedPlan(kind, mask._tensors())
     for _ in range(3):
         ids = documents()
         other = get_mask(mask.name, ids=ids)
         made = recorded([ids])
         b, q, kv = torch.arange(2)[:, None, None], torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-        assert torch.equal(other.bind(made.arguments)(b, b * 0, q, kv), ids[:, :, None] == ids[:, None])
+        assert torch.equal(other._bind(made.arguments)(b, b * 0, q, kv), ids[:, :, None] == ids[:, None])

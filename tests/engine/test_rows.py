@@ -50,7 +50,7 @@ def test_rows_of_registered_masks(case: Case) -> None:
     del call_arguments["q_offset"]
     mask = flexmasks.get_mask(case.name, **call_arguments)
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
-    check_rows(mask.bind(mask.resolve(size)), case.batch, case.heads, case.q_len, case.kv_len)
+    check_rows(mask._bind(mask._resolve(size)), case.batch, case.heads, case.q_len, case.kv_len)
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.campaign)])

@@ -234,7 +234,7 @@ def test_groups_share_a_bias_without_copies() -> None:
     """A kernel reads the user's own tensor, whatever the number of batch elements."""
     bias = torch.randn(2, 4, 64, 64)
     score = flexmasks.get_score("pair_bias", bias=bias, group=128)
-    prepared = score.resolve(Size(256, 4, 64, 64, torch.device("cpu")))
+    prepared = score._resolve(Size(256, 4, 64, 64, torch.device("cpu")))
     assert not [x for x in prepared.values() if isinstance(x, Tensor)]
 
 

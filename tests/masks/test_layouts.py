@@ -35,7 +35,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple(with_tensors(v, change) for v in value)
     if isinstance(value, Modifier):
-        return type(value)(value.definition, {n: with_tensors(v, change) for n, v in value.params.items()})
+        return type(value)(value._definition, {n: with_tensors(v, change) for n, v in value.params.items()})
     return change(value) if isinstance(value, Tensor) else value
 
 
@@ -56,10 +56,10 @@ def leaves(resolved: Any) -> list[Tensor]:
 
 def evaluated(value: Modifier, size: Size, starts: Tensor | None = None) -> Tensor:
     """Return the mask, or the changed scores, of all pairs; scores are 1 before the change."""
-    bound = value.bind(value.resolve(size))
+    bound = value._bind(value._resolve(size))
     shift = 0 if starts is None else starts
     indices = [torch.arange(n) for n in (size.batch, size.heads, size.q_len, size.kv_len)]
-    if value.kind == "mask":
+    if value._kind == "mask":
         return over_indices(shifted_mask(bound, shift))(*indices)
     ones = torch.ones([len(i) for i in indices], dtype=size.dtype)
     return over_indices(shifted_score(bound, shift), (0,))(ones, *indices)
@@ -73,11 +73,11 @@ def check_unread(value: Modifier, size: Size, starts: Tensor | None = None) -> T
     """
     unread = replace(size, may_read=False)
     with NoReads(), NoLists():
-        resolved = value.resolve(unread)
+        resolved = value._resolve(unread)
 
     def prepare(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
-        return leaves(with_tensors(value, lambda _: next(rest)).resolve(unread))
+        return leaves(with_tensors(value, lambda _: next(rest))._resolve(unread))
 
     tensors = tensors_of(value)
     if not tensors:
@@ -144,7 +144,7 @@ def test_dynamo_traces_preparations(kind: str, name: str) -> None:
     index = [torch.zeros(1, dtype=torch.int32) for _ in range(4)]
 
     def run(x: Tensor, *index: Tensor) -> Tensor:
-        bound = value.bind(value.resolve(Size(1, 1, len(x), len(x), CPU, may_read=False)))
+        bound = value._bind(value._resolve(Size(1, 1, len(x), len(x), CPU, may_read=False)))
         return bound(*([x[:1]] if kind == "score" else []), *index)
 
     torch._dynamo.reset()
@@ -161,13 +161,13 @@ def test_preparations_do_not_wait_for_the_gpu(kind: str, name: str) -> None:
     if not tensors_of(value):
         return
     size = Size(1, 1, 128, 128, device, may_read=False)
-    value.resolve(size)
+    value._resolve(size)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        resolved = value.resolve(size)
+        resolved = value._resolve(size)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    want = on_device(value, CPU).resolve(replace(size, device=CPU))
+    want = on_device(value, CPU)._resolve(replace(size, device=CPU))
     assert all(torch.equal(got.cpu(), t) for got, t in zip(leaves(resolved), leaves(want), strict=True))
 
 
@@ -298,7 +298,7 @@ def test_tables_inside_sequences_may_have_any_length_up_to_the_bound() -> None:
         assert torch.equal(evaluated(mask, size)[0, 0], want)
     assert torch.equal(flexmasks.dense_mask(flexmasks.packed(inner, offsets, max_length=50), 14)[0, 0], want)
     with pytest.raises(ValueError, match=r"must be int\[S\]"):
-        flexmasks.packed(inner, offsets, max_length=6).resolve(size)
+        flexmasks.packed(inner, offsets, max_length=6)._resolve(size)
     with pytest.raises(ValueError, match="`max_length` is 6, but a sequence has 7 tokens"):
         flexmasks.dense_mask(flexmasks.packed(inner, offsets, max_length=6), 14)
     with pytest.raises(ValueError, match="`max_length` is 6, but a sequence has 7 tokens"):
@@ -343,7 +343,7 @@ def test_values_out_of_bounds_are_no_error_if_they_may_not_be_read() -> None:
     size = Size(2, 1, 8, 8, CPU)
     mask = flexmasks.get_mask("grouped_tril", seq_lens=torch.tensor([9, 3]))
     with pytest.raises(ValueError, match="values from 3 to 9"):
-        mask.resolve(size)
-    mask.resolve(replace(size, may_read=False))
+        mask._resolve(size)
+    mask._resolve(replace(size, may_read=False))
     with pytest.raises(ValueError, match="must be int"):  # shapes are still checked
-        mask.resolve(replace(size, batch=3, may_read=False))
+        mask._resolve(replace(size, batch=3, may_read=False))

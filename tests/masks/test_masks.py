@@ -190,9 +190,9 @@ def test_neighborhoods_whose_coordinates_are_dear(name: str, params: dict[str, A
     tokens = math.prod(params.get(axis, 1) for axis in ("depth", "height", "width"))
     size = Size(1, 1, tokens, tokens, torch.device("meta"), may_read=False)  # as a GPU, which may not be here
     mask = flexmasks.get_mask(name, **params)
-    resolved = mask.resolve(size)
+    resolved = mask._resolve(size)
     assert (resolved["words"] is not None) == has_words
-    assert reads_made_tensors(mask & "causal", (mask & "causal").resolve(size)) == has_words
+    assert reads_made_tensors(mask & "causal", (mask & "causal")._resolve(size)) == has_words
     on_cpu = MaskPlan(mask, Size(1, 1, tokens, tokens, torch.device("cpu")))
     assert on_cpu.computed(1).reads_tensors
     assert (
@@ -277,7 +277,7 @@ def test_a_function_for_kernels_that_captured_a_tensor() -> None:
         with torch.no_grad():
             assert error(flexmasks.attention(q, k, v, mask=mask, backend="flex"), want) < TOLERANCE[torch.float32], n
         blind = replaced(mask, [(table, torch.zeros(30, dtype=torch.bool))])
-        assert not blind.bind(blind.resolve(None), for_kernels=True)(0, 0, index[:, None], index).any()
+        assert not blind._bind(blind._resolve(None), for_kernels=True)(0, 0, index[:, None], index).any()
 
 
 def test_a_function_for_kernels_takes_the_same_arguments() -> None:
@@ -372,7 +372,7 @@ def _renewed(value: Any) -> Any:
     if isinstance(value, Mask):
         params = {n: _renewed(v) for n, v in value.params.items()}
         is_same = all(params[n] is v for n, v in value.params.items())
-        return value if is_same else type(value)(value.definition, params)
+        return value if is_same else type(value)(value._definition, params)
     return value.clone() if isinstance(value, Tensor) else value
 
 

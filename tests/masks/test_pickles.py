@@ -224,7 +224,7 @@ def test_counted_blocks_travel() -> None:
 
 def test_to_moves_the_tensors_of_the_mask() -> None:
     moved = block_mask_of("documents").to("meta")
-    (ids,) = moved.source.mask.tensors()  # type: ignore[attr-defined]
+    (ids,) = moved.source.mask._tensors()  # type: ignore[attr-defined]
     assert moved.kv_indices.is_meta
     assert ids.is_meta
 

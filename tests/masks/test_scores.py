@@ -591,7 +591,7 @@ def test_packed_scores_of_distances_are_those_of_each_sequence(name: str, starts
     k, v = torch.randn(2, 1, 3, int(kv_offsets[-1]) + 5, 8, dtype=torch.float64)
     places = (offsets, kv_offsets if starts == "other keys" else None, start)
     packed = flexmasks.packed(score, *places)
-    resolved = packed.resolve(Size(1, 3, q.shape[2], k.shape[2], q.device))
+    resolved = packed._resolve(Size(1, 3, q.shape[2], k.shape[2], q.device))
     assert (resolved["q_position"] is None) == (starts == "alike")
     out = flexmasks.attention(q, k, v, mask=flexmasks.packed("causal", *places), score=packed)
     for i, (n, m) in enumerate(zip(lengths, key_lengths, strict=True)):
@@ -612,7 +612,7 @@ def test_a_relative_change_of_a_user_is_packed_without_tables() -> None:
         both = from_arguments(None, ["softcap", near], {"cap": 3.0})[1]
         by_place = from_arguments(None, ["softcap", lambda s, b, h, q, kv: s + q], {"cap": 3.0})[1]
         for score, is_relative in ((near, True), (both, True), (by_place, False)):
-            tables = flexmasks.packed(score, [0, 5, 20]).resolve(size)
+            tables = flexmasks.packed(score, [0, 5, 20])._resolve(size)
             assert (tables["kv_position"] is None) == is_relative
     finally:
         definitions._NAMES["score"].pop("nearer_is_more")

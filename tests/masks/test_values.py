@@ -146,6 +146,31 @@ def test_functions_on_either_side() -> None:
         assert torch.equal(dense(mask), want)
 
 
+def test_what_completion_offers() -> None:
+    of_both = ["draw", "name", "params", "show", "to"]
+    for value, more in (
+        (get_mask("causal"), ["blocks", "dense", "inverse", "plan"]),
+        (get_score("softcap", cap=2.0), []),
+    ):
+        assert [name for name in dir(value) if not name.startswith("_")] == sorted(of_both + more)
+
+
+def test_a_mask_answers_as_the_calls_of_its_names_do(capsys: pytest.CaptureFixture[str]) -> None:
+    mask = get_mask("sliding_window", window=2)
+    assert torch.equal(mask.dense(3, 5, q_offset="last"), flexmasks.dense_mask(mask, 3, 5, q_offset="last"))
+    assert mask.plan(300, batch=2).sparsity == flexmasks.plan(mask, 300, batch=2).sparsity
+    assert mask.draw(9, block_size=3).svg() == flexmasks.draw(mask, 9, block_size=3).svg()
+    for value in (mask, get_score("softcap", cap=2.0)):
+        value.show(8, columns=40)
+        shown = capsys.readouterr().out
+        flexmasks.show(value, 8, columns=40)
+        assert shown == capsys.readouterr().out != ""
+    with pytest.raises(ValueError, match=r"^flexmasks.show: 4 queries, 6 keys: pass q_offset"):
+        mask.show(4, 6)
+    with pytest.raises(TypeError, match=r"^flexmasks.Mask.dense: missing a required argument: 'q_len'"):
+        mask.dense()  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
@@ -264,9 +289,9 @@ def test_lists_are_taken_as_they_were() -> None:
 
 def test_a_mask_called_by_itself_is_prepared_once_until_its_tensors_change(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Mask] = []
-    resolve = Mask.resolve
+    resolve = Mask._resolve
     monkeypatch.setattr(
-        Mask, "resolve", lambda self, *args, **more: prepared.append(self) or resolve(self, *args, **more)
+        Mask, "_resolve", lambda self, *args, **more: prepared.append(self) or resolve(self, *args, **more)
     )
     parents = torch.tensor([-1, 0, 1, 2])
     mask = get_mask("tree", parents=parents)
@@ -294,7 +319,7 @@ def test_copies(mask: Mask) -> None:
         assert repr(other) == repr(mask)
         assert torch.equal(dense(other), want)
         assert torch.equal(truth(other), want)
-        if mask.definition.registered:
+        if mask._definition.registered:
             assert other == mask
             assert hash(other) == hash(mask)
 
@@ -587,14 +612,14 @@ def test_a_function_of_the_library_given_as_one_is_not_the_registered_mask() -> 
 def test_values_inside_sequences_imply_heads_alone() -> None:
     score = flexmasks.packed(flexmasks.get_score("alibi", slopes=[0.5, 0.25, 0.125]), [0, 4, 12])
     mask = flexmasks.packed(flexmasks.get_mask("document", document_ids=[[0] * 8] * 2), [0, 4, 12])
-    assert score.implied_size("H") == 3
-    assert [mask.implied_size(name) for name in ("B", "S", "H")] == [None, None, None]
+    assert score._implied_size("H") == 3
+    assert [mask._implied_size(name) for name in ("B", "S", "H")] == [None, None, None]
 
 
 def test_a_value_learns_if_one_inside_it_does() -> None:
     for learns in (False, True):
         score = flexmasks.get_score("alibi", slopes=torch.rand(2, requires_grad=learns))
-        assert flexmasks.packed(score, [0, 4, 12]).learns() == learns
+        assert flexmasks.packed(score, [0, 4, 12])._learns() == learns
 
 
 def test_masks_are_no_tensors_to_torch() -> None:

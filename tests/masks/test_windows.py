@@ -515,7 +515,7 @@ def _on_gpu(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_on_gpu(v) for v in value)
     if isinstance(value, flexmasks.Mask):
-        return flexmasks.Mask(value.definition, {n: _on_gpu(v) for n, v in value.params.items()})
+        return flexmasks.Mask(value._definition, {n: _on_gpu(v) for n, v in value.params.items()})
     return value.cuda() if isinstance(value, Tensor) else value
 
 

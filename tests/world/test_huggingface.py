@@ -315,9 +315,9 @@ def test_mask_functions(name: str) -> None:
             assert torch.equal(_dense(mask), _theirs(function, step, padding)), (step, padding)
     late = _made(function, "all", None, make_mask)
     if expected is None:
-        assert not late.mask.is_by_library()
+        assert not late.mask._is_by_library()
     else:
-        assert late.mask.is_by_library()
+        assert late.mask._is_by_library()
         assert repr(late.mask).startswith(expected)
 
 
@@ -1290,8 +1290,8 @@ def test_inference_mode() -> None:
     packed = masking_utils.packed_sequence_mask_function(DOCUMENTS.clone())
     for function in (masking_utils.causal_mask_function, masking_utils.and_masks(_every_third, packed)):
         mask = _made(function, "all", PADDINGS["left"].clone(), make_mask)
-        assert mask.mask.tensors()
-        assert not any(t.is_inference() for t in mask.mask.tensors())
+        assert mask.mask._tensors()
+        assert not any(t.is_inference() for t in mask.mask._tensors())
         assert torch.equal(_dense(mask), _theirs(function, "all", PADDINGS["left"]))
 
 

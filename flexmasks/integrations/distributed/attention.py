@@ -24,12 +24,15 @@ from flexmasks.extend import (
     band_of,
     check_placements,
     constants,
+    definition_of,
     from_arguments,
     in_message,
+    inside,
     is_compiling,
     joined,
     key_of,
     part_of,
+    says_all,
     says_what_to_write,
     under_autocast,
     users_line,
@@ -280,15 +283,10 @@ def _compare(
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
         arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
-        may_want_others = call.how in ("auto", "seen") and call.mask is not None and not _says_all(call.mask)
+        may_want_others = call.how in ("auto", "seen") and call.mask is not None and not says_all(call.mask)
     texts = {name: repr(value) for name, value in arguments.items()}
     states = compare("attention", mesh, 4 * own + 2 * may_want_others + is_forgotten, texts, call is None)
     return _Compared([s >> 2 for s in states], all(s & 1 for s in states), any(s & 2 for s in states))
-
-
-def _says_all(mask: Mask) -> bool:
-    """Whether the repr of a mask says all that it reads."""
-    return mask.is_by_library() and not mask.holds_lists() and not mask.tensors()
 
 
 # --- places ---
@@ -447,7 +445,7 @@ def _wanted(call: _Call) -> tuple[Parts, ...]:
 def _distances(call: _Call, q: Tensor) -> Band | None:
     if call.mask is None:
         return Band()
-    if any(isinstance(x, Tensor) for value in call.mask.inside() for x in value.params.values()):
+    if any(isinstance(x, Tensor) for value in inside(call.mask) for x in value.params.values()):
         return None
     band = band_of(call.mask, Size(*call.place[:2], call.length, call.length, q.device))
     return None if band is None or band.sequences is not None else band
@@ -516,5 +514,5 @@ def _positions(keys: Parts, device: torch.device) -> Tensor:
 
 def _prepares(value: Mask | Score) -> bool:
     """Whether a mask or score makes tensors for the lengths of a call."""
-    definitions = [inner.definition for inner in value.inside()]
+    definitions = [definition_of(inner) for inner in inside(value)]
     return any(d.prepare is not None or d.inner_size is not None for d in definitions)

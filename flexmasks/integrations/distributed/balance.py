@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexmasks import Mask, get_mask
-from flexmasks.extend import MaskLike, constant_in_graphs, in_message, says_what_to_write
+from flexmasks.extend import MaskLike, constant_in_graphs, implied_size, in_message, says_what_to_write
 from flexmasks.integrations.distributed.counts import (
     Parts,
     check_int,
@@ -273,7 +273,7 @@ def counted_masks(call: str, masks: Any) -> Counter[Mask]:
 
 
 def batch_of(masks: Iterable[Mask]) -> int | None:
-    return max((mask.implied_size("B") or 0 for mask in masks), default=0) or None
+    return max((implied_size(mask, "B") or 0 for mask in masks), default=0) or None
 
 
 def block_size_for(length: int, most_rows: int) -> int:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from flexmasks import get_mask
-from flexmasks.extend import Band, MaskLike, MaskOverLengths, band_of, in_message, progress, says_what_to_write
+from flexmasks.extend import (
+    Band,
+    MaskLike,
+    MaskOverLengths,
+    band_of,
+    definition_of,
+    in_message,
+    inside,
+    progress,
+    says_what_to_write,
+)
 
 WHERE = "flexmasks.integrations.distributed"
 _MOST_SPANS = 32  # each costs a pass over the mask's tensors
@@ -93,7 +103,7 @@ class CountedMask:
         check_int(call, "block_size", block_size)
         mask = get_mask(mask)
         # The host decides strip by strip, and would wait for another device at each of them.
-        mask = mask.to("cpu") if mask.is_by_library() else mask
+        mask = mask.to("cpu") if all(definition_of(m).by_library for m in inside(mask)) else mask
         self._mask = MaskOverLengths(
             f"{WHERE}.{call}", mask, q_len=length, batch=batch, heads=heads, block_size=block_size
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, attention, dense_mask, get_mask, get_score, packed, trees
-from flexmasks.extend import Kept, source_of
+from flexmasks.extend import Kept, definition_of, source_of, tensors_of
 from flexmasks.integrations.huggingface.late import DecodingMask, GivenMask, LateMask, ShardedMask, check_type, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
@@ -358,7 +358,7 @@ def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
     if q_length != kv_length or not _is_of_tokens(layer.position_ids, q_length):
         return False
     if (
-        any(m.name == "key_padding" or not m.definition.by_library for m in mask.parts.others)
+        any(m.name == "key_padding" or not definition_of(m).by_library for m in mask.parts.others)
         or next(_LOOKS, None) is None
     ):
         return False
@@ -515,7 +515,7 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
         masks, padding, packing = given.parts.others, given.padding, given.position_ids
         chunk = next((m.params["chunk"] for m in masks if m.name == "chunked"), None)
         others = [m for m in masks if m.name != "chunked"]  # all processes together know where chunks start
-        if any(m.tensors() for m in others) and not problem:
+        if any(tensors_of(m) for m in others) and not problem:
             problem = (
                 f"the mask of {layer.name} has tensors that each process knows only for its own part: "
                 f"{Parts(others, []).mask()!r}. Only position_ids and a two-dimensional attention_mask are made whole; "
@@ -534,7 +534,7 @@ def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
     start: Tensor | None = None
     if whole.tensor is not None and padding is None:
         documents = _several_documents(whole.tensor)
-        if documents is not None and not all(m.definition.by_library for m in others):
+        if documents is not None and not all(definition_of(m).by_library for m in others):
             fail("a mask function of another origin cannot be applied to packed rows of a sharded sequence.")
     elif whole.tensor is not None and not (may_keep(whole.tensor.device) and bool(whole.tensor.all())):
         others.append(get_mask("key_padding", attention_mask=whole.tensor))
