@@ -10,7 +10,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   function's.
 - What a mask or score is made of: `definition_of`, `inside`, `tensors_of`, `implied_size`, `accepts`, `says_all`.
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`; `shown_by`
-  is the mask that kernels read in a BlockMask.
+  is the mask that kernels read in a BlockMask. `flatten` takes a mask apart into a structure and the tensors and
+  numbers that it reads, `reads_outside` is a function of the pairs at which another one reads outside of tensors.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
@@ -41,6 +42,8 @@ from flexmasks.blocks.difference import Difference, Side, difference
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.queries import first_key, queries_that_see
+from flexmasks.blocks.reads import reads_outside
 from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
@@ -60,7 +63,7 @@ from flexmasks.spec.definitions import Definition, define, definition
 from flexmasks.spec.indexing import leading
 from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
 from flexmasks.spec.parts import PartOfCall, part_of
-from flexmasks.spec.structure import Opaque
+from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.structure import key_of as _key_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
@@ -85,6 +88,7 @@ __all__ = [
     "from_arguments", "MaskLike", "ScoreLike", "Alignment", "definition", "define", "Definition", "Parameter",
     "definition_of", "inside", "tensors_of", "implied_size", "accepts", "says_all",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
+    "reads_outside", "flatten",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
@@ -173,6 +177,7 @@ class MaskOverLengths:
         plan = plan_mask(call, mask, Lengths(**lengths))
         self.mask, self.size, self.block_size = mask, plan.size, plan.block_size
         self.function = shifted_mask(mask._bind(mask._resolve(sized(plan.size, plan.offset))), plan.offset)
+        self._plan = plan
         check_open_extents(mask, self.function, self.size, plan.open_extents)
 
     def strips(self, rows: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
@@ -215,6 +220,40 @@ class MaskOverLengths:
                 materialize(mask.function, size.batch, size.heads, 1, 1, mask.size.device)
             sides.append(Side(named(mask.mask, mask.function), mask.size.device))
         return difference(sides[0], sides[1], size.batch, size.heads, size.q_len, size.kv_len)
+
+    def seeing(self, mask_mod: Callable[..., Tensor] | None = None, *, keys: bool = False) -> Tensor:
+        """Return which queries see a key, bool [B, H, Q]; B and H are 1 if nothing depends on the index. With `keys`,
+        return which keys a query sees, bool [B, H, KV]. No more memory is needed than for the blocks of the mask.
+
+        mask_mod: a function of the same indices, by default the mask's.
+        """
+        size, shows = self.size, mask_mod or self.function
+        rows, columns = (size.kv_len, size.q_len) if keys else (size.q_len, size.kv_len)
+        turned: Callable[..., Tensor] = lambda b, h, q, kv: shows(b, h, kv, q)  # noqa: E731
+        with naming(self.mask):
+            return queries_that_see(turned if keys else shows, size.batch, size.heads, rows, columns, size.device)
+
+    def first_key(self, b: int, h: int, q: int, mask_mod: Callable[..., Tensor] | None = None) -> int:
+        """Return the first key that a query sees, which sees one. `mask_mod` is as in `seeing`."""
+        with naming(self.mask):
+            return first_key(mask_mod or self.function, b, h, q, self.size.kv_len, self.size.device)
+
+    def of_positions(self, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function of positions of queries as one of queries that are counted from 0, as `function` is."""
+        return shifted_mask(mask_mod, self._plan.offset)
+
+    def why_bits(self) -> str:
+        """Return why kernels get the bits of the mask in place of its function, or ""."""
+        from flexmasks.backends.forms import why_bits_of  # its module takes long to import
+
+        return why_bits_of(self._plan)
+
+    def compares_floats(self) -> bool:
+        """Return whether the mask's function compares floating numbers."""
+        from flexmasks.backends.operations import compares_floats
+
+        size = self.size
+        return compares_floats(self.function, size.device, (size.batch, size.heads, size.q_len, size.kv_len))
 
     def depends(self, n: int, dim: int) -> bool:
         """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""

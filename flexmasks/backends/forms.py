@@ -88,10 +88,20 @@ def kills(call: Call) -> str | None:
 
 def why_bits(call: Call) -> str:
     """Return why a call's mask goes as bits: the first reason why Inductor may get its function wrong, or ""."""
-    if call.mask.is_by_library:
+    return "" if call.mask.is_by_library else _why_bits(call.mask, outside(call, is_score=False))
+
+
+def why_bits_of(mask: MaskPlan) -> str:
+    """Return what `why_bits` does, of a mask outside of a call."""
+    if mask.is_by_library:
         return ""
-    reasons = outside(call, is_score=False)
-    shows_all = reasons == (CONSTANT,) and call.mask.window is not None  # it has no partial blocks
+    size = mask.size
+    sizes = size.batch, size.heads, size.q_len, size.kv_len
+    return _why_bits(mask, outside_table(mask.function(), size.device, sizes))
+
+
+def _why_bits(mask: Any, reasons: tuple[str, ...]) -> str:
+    shows_all = reasons == (CONSTANT,) and mask.window is not None  # it has no partial blocks
     return "" if shows_all else _first_of_inductor(reasons)
 
 

@@ -196,6 +196,26 @@ def bytes_for_pairs(
     return None if value is None else trace.bytes
 
 
+class _Comparisons(Trace):
+    """Notes whether a function compares floating numbers."""
+
+    of_floats = False
+
+    def is_known(self, name: str, args: Any) -> bool:
+        return True
+
+    def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
+        is_float = (isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()) for x in args)
+        self.of_floats |= name in COMPARISONS and any(is_float)
+
+
+def compares_floats(function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int]) -> bool:
+    """Return whether a mask_mod compares floating numbers, up to an operation that cannot be traced."""
+    trace = _Comparisons(is_score=False)
+    follow(trace, function, device, sizes, is_score=False)
+    return trace.of_floats
+
+
 def follow(
     trace: Trace, function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool
 ) -> tuple[str | None, Any]:

@@ -67,7 +67,7 @@ def count_in_strips(
         full_pairs += sum(rows * min(columns_of_part, kv_len - n * columns_of_part) for n in full_parts)
         if undecided:
             start = first * columns_of_part
-            part = _moved(mask_mod, strip * rows_of_strip, start)
+            part = moved(mask_mod, strip * rows_of_strip, start)
             keys = min(kv_len, end * columns_of_part) - start
             layout = build(part, 1, 1, rows, keys, device, block_size, work=work)
             unknown += layout.unknown
@@ -110,7 +110,7 @@ def visible_in_strips(
     rows_of_strip = min(max(1, _VISIBLE_OF_STRIP // (batch * heads * columns)), -(-(stop - start) // height))
     tall, wide = rows_of_strip * height, rows_of_strip * width  # a strip is cut into parts of this width
     strips, wide_parts = Axis(stop - start, tall), Axis(kv_len, wide)
-    decided = decide(_moved(mask_mod, start, 0), batch, heads, strips, wide_parts, device)
+    decided = decide(moved(mask_mod, start, 0), batch, heads, strips, wide_parts, device)
     shape = (*decided.certain.shape[:2], strips.count, wide_parts.count)
     certain, possible = (x.expand(shape).cpu() for x in (decided.certain, decided.possible))
     undecided = (possible & ~certain).flatten(0, 1).any(0)
@@ -120,7 +120,7 @@ def visible_in_strips(
         visible = parts.expand(-1, -1, queries.count, -1).to(device, copy=True)
         for part, end in _runs(undecided[strip].nonzero()[:, 0].tolist()):
             keys = Axis(min(kv_len, end * wide) - part * wide, width)
-            seen = any_visible(_moved(mask_mod, first, part * wide), batch, heads, queries, keys, device)
+            seen = any_visible(moved(mask_mod, first, part * wide), batch, heads, queries, keys, device)
             visible[..., part * rows_of_strip : end * rows_of_strip] = seen.to(device)
         yield first, visible
 
@@ -136,7 +136,7 @@ def _runs(places: list[int]) -> list[tuple[int, int]]:
     return runs if len(runs) <= _MAX_RUNS else [(runs[0][0], runs[-1][1])]
 
 
-def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
+def moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
     """The mask of the queries and keys from these positions on."""
     if not (q_start or kv_start):
         return mask_mod

@@ -123,6 +123,8 @@ class Evaluation:
 
 
 current_evaluation: ContextVar[Evaluation | None] = ContextVar("evaluation", default=None)
+# What looks at a tensor, the index of a dimension and its length, and returns the index to take, see `blocks.reads`.
+index_guard: ContextVar[Callable[[Any, Any, int], Any] | None] = ContextVar("index_guard", default=None)
 # Running evaluations that mixed dtypes. The set is almost always empty, so reading a dtype rarely looks up the context.
 evaluations_of_mixed_dtypes: set[Evaluation] = set()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
+from flexmasks.ranges.context import GiveUp, captured_bounds, index_guard, version_of
 from flexmasks.ranges.members import members_of
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
@@ -76,6 +76,8 @@ def block_shape(end: Tensor) -> tuple[int, ...]:
 
 
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
+    if (guarded := index_guard.get()) is not None:
+        indices = [guarded(values, i, n) for i, n in zip(indices, values.shape, strict=False)]
     reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
     if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
