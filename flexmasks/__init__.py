@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from flexmasks import flex as flex
     from flexmasks import integrations as integrations
     from flexmasks import trees as trees
+    from flexmasks.asking.check import Finding as Finding
+    from flexmasks.asking.check import Findings as Findings
+    from flexmasks.asking.check import check as check
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
     from flexmasks.pictures.show import show as show
@@ -50,7 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
-    "compare", "Comparison",
+    "compare", "Comparison", "check", "Finding", "Findings",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -59,8 +62,11 @@ __all__ = [
 # Names that are imported at their first use, with their modules: processes that only make masks do not need them.
 _MODULES = {
     "Comparison": "flexmasks.asking.compare",
+    "Finding": "flexmasks.asking.check",
+    "Findings": "flexmasks.asking.check",
     "Picture": "flexmasks.pictures.picture",
     "Plan": "flexmasks.planning",
+    "check": "flexmasks.asking.check",
     "compare": "flexmasks.asking.compare",
     "draw": "flexmasks.pictures.show",
     "show": "flexmasks.pictures.show",

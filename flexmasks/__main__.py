@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show` and `bench`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show`, `check` and `bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib
 import itertools
+import operator
 import os
 import re
 import reprlib
@@ -35,8 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("show", "bench"):
+    if rest and arguments.command not in ("show", "check", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    status = 0
     try:
         if getattr(arguments, "modules", None):
             import_modules(arguments.modules)
@@ -50,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
             print(tables(arguments.long))
         elif arguments.command == "bench":
             _bench(parser, arguments, _parameters(rest))
+        elif arguments.command == "check":
+            status = _check(arguments, _parameters(rest))
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
@@ -67,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(error if is_in_words else f"flexmasks: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
     list_parser.add_argument("--long", action="store_true", help="also list parameters, sources and names in libraries")
     _add_show_arguments(_add_command(commands, "show", "draw a mask or a score, and print its documentation", parent))
+    does = "say what is wrong with a mask, and exit with 1 if something is"
+    _add_check_arguments(_add_command(commands, "check", does, parent))
     does = "time a call of yours on this machine, against flex_attention and SDPA"
     _add_bench_arguments(_add_command(commands, "bench", does, parent))
     return parser
@@ -121,6 +127,31 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, metavar="N", type=int, default=0, help=f"the {drawn} to draw (default: 0)")
     does = "also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
     parser.add_argument("--save", metavar="FILE", help=does)
+
+
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False  # a parameter may begin like an option
+    parser.usage = "python -m flexmasks check MASK --length N [options] [--PARAMETER VALUE ...]"
+    parser.epilog = (
+        "Exits with 1 if there are errors, with 2 if the command is wrong, else with 0. The kinds of findings stand in "
+        "help(flexmasks.check). Parameters of the mask are given by their names, with values as in Python, as in "
+        "--window 64; by default those of a registered mask are an example's."
+    )
+    does = "module:name of a function (b, h, q, kv), Mask, BlockMask or boolean tensor of yours, or a registered name"
+    parser.add_argument("mask", metavar="MASK", help=does)
+    for option, does in (
+        ("--length", "number of queries (default: those of a BlockMask or tensor)"),
+        ("--kv-length", "number of keys (default: the number of queries)"),
+        ("--batch", "number of batch elements, if the mask depends on them"),
+        ("--heads", "number of heads, if the mask depends on them"),
+    ):
+        parser.add_argument(option, metavar="N", type=positive, help=does)
+    does = "where the queries start: a position, first or last"
+    parser.add_argument("--q-offset", metavar="N", type=_alignment, help=does)
+    does = "module:name, or a list, of the document of each position, which no pair may cross"
+    parser.add_argument("--document-ids", metavar="IDS", help=does)
+    does = 'a kind of finding that is an error, such as "sees the future" or sees-the-future; may be repeated'
+    parser.add_argument("--forbid", metavar="KIND", action="append", default=[], help=does)
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +219,41 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
     q, k, v = (torch.randn(batch, h, length, size, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     print(compare(mask, score, q, k, v))
+
+
+def _check(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    from flexmasks import check
+
+    mask, ids, length = arguments.mask, arguments.document_ids, arguments.length
+    if ":" in mask:
+        mask = _of_module(mask)
+    else:
+        from flexmasks.extend import definition
+
+        given = _with_example(definition("mask", mask), given, length or 4096)
+    found = check(
+        mask,
+        length,
+        arguments.kv_length,
+        batch=arguments.batch,
+        heads=arguments.heads,
+        q_offset=arguments.q_offset,
+        document_ids=_of_module(ids) if ids and ids[0] not in "[(" else ids and _literal(ids),
+        forbid=arguments.forbid,
+        **given,
+    )
+    print(found)
+    return 1 if found.errors else 0
+
+
+def _of_module(text: str) -> Any:
+    """Return what `module:name` names, of a module that is found in the current folder too."""
+    module, _, names = text.partition(":")
+    import_modules([module])
+    try:
+        return operator.attrgetter(names)(sys.modules[module])
+    except AttributeError as error:
+        raise ValueError(f"flexmasks: {text}: {error}.") from error
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -285,3 +285,64 @@ def test_the_width_of_a_text_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_that_begin_like_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "block_causal", "--length", "32", "--block", "8"]) == 0
     assert "block_causal(block=8)" in capsys.readouterr().out
+
+
+# --- check ---
+
+MASKS = """
+import torch
+import flexmasks
+
+ids = [0] * 10 + [1] * 6
+table = torch.arange(16)
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+def next_token(b, h, q, kv):
+    return table[q + 1] >= kv
+
+def window(b, h, q, kv, *, window):
+    return (q >= kv) & (q - kv < window)
+
+class Model:
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("mine:causal --length 16", 0, "nothing found"),
+        ("mine:next_token --length 16", 1, "error: reads behind the end: 1 of 16 rows read past the end of the global"),
+        ("mine:causal --length 16 --document-ids mine:ids", 1, "error: crosses a document: 6 of 16 rows see keys"),
+        ("mine:Model.mask --length 16 --document-ids mine:ids", 0, "nothing found"),
+        ("mine:causal --length 2 --document-ids [0,1]", 1, "as at b, h, q, kv = 0, 0, 1, 0"),
+        ("mine:window --length 16 --window 4 --heads 2", 0, "note: recompiles: `window` = 4"),
+        ("mine:causal --length 4 --kv-length 8 --q-offset last --forbid sees-the-future", 0, "nothing found"),
+        ("full --length 8 --forbid sees-the-future --forbid recompiles", 1, "error: sees the future: 7 of 8 rows"),
+        ("sliding_window --length 64", 0, "nothing found"),
+        ("mine:causal --length 4 --kv-length 8", 2, "pass q_offset=4 or 'last'"),
+        ("mine:causal", 2, "pass `q_len`"),
+        ("mine:no --length 4", 2, "flexmasks: mine:no: module 'mine' has no attribute 'no'."),
+        ("nowhere:no --length 4", 2, "No module named 'nowhere'"),
+        ("causel --length 4", 2, "did you mean 'causal'?"),
+        ("causal --length 4 --forbid nothing", 2, "names no kind of finding 'nothing'"),
+    ],
+)
+def test_check(
+    words: str,
+    status: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine.py").write_text(MASKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert main(["check", *words.split()]) == status
+    out, error = capsys.readouterr()
+    assert said in (error if status == 2 else out)
+    assert not (out if status == 2 else error)
