@@ -5,7 +5,7 @@
 Signatures, defaults and results are torch's, inside and outside of torch.compile. What is better than torch's: block
 masks are found from ranges of the mask function, not from all pairs of queries and keys; calls need no torch.compile,
 and a new mask, length or number compiles little or nothing; a CPU has gradients and lse; FlashAttention 4 runs what it
-can; functions that torch's compiler gets wrong are exact. What differs stands in recipes/coming_from.md.
+can; functions that torch's compiler gets wrong are exact. What differs stands in recipes/coming_from/flex_attention.md.
 
 `and_masks`, `or_masks`, `create_mask`, `noop_mask`, `BlockMask`, `AuxRequest`, `AuxOutput` and `FlexKernelOptions` are
 torch's own.
