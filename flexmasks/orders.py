@@ -85,7 +85,7 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
 def inverse_order(order: Tensor) -> Tensor:
     """Return the inverse of an order: the token that each pixel is.
 
-    x[order][inverse_order(order)] is x.
+    `x[order][inverse_order(order)]` is `x`.
 
     Example:
         >>> inverse_order(torch.tensor([2, 0, 1]))

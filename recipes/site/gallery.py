@@ -1,33 +1,29 @@
-"""`python recipes/site/gallery.py OUT`: a page of all masks and scores, and by pdoc a reference of all public names."""
+"""The gallery: a page of each mask and score, in Markdown, and a page of all of them."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
+import functools
 import inspect
 import itertools
+import json
 import re
-import sys
 import textwrap
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-from markupsafe import Markup, escape
 from torch import Tensor
 
 import flexmasks
 from flexmasks import Mask, Picture, Score, list_masks, list_scores
-from flexmasks.__main__ import import_modules, import_parser
-from flexmasks.pictures import svg
 from flexmasks.spec.definitions import definition
 
-LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
 SHORT = (64, 128, 256, 512, 1024)  # lengths to try for the pictures of single pairs, and for the code
+LONGER = {"mask": (1024, 8192), "score": (512, 2048)}  # tokens of the other two pictures
 _LINE = 88  # characters of code
 _HEADS = 8
+_RESULTS = Path(__file__).parent.parent / "results/registry_gpu.json"
 # What a reader has, and the masks for it, the usual ones first.
 USES = {
     "Text": (
@@ -47,71 +43,72 @@ USES = {
     "Diffusion of text": ("block_diffusion", "inverse_causal"),
     "Tables and lists of blocks": ("block_topk", "block_sparse", "bsr", "slices", "dense"),
 }  # fmt: skip
-# Modules of public names, and what they need to be imported.
-_MODULES = (
-    "flexmasks", "flexmasks.orders", "flexmasks.extend", "flexmasks.integrations.huggingface",
-    "flexmasks.integrations.distributed",
-)  # fmt: skip
-_NEEDS = {"flexmasks.integrations.huggingface": "transformers"}
 
 
-def gallery(out: str | Path) -> Path:
-    """Write a page of all masks and scores, and a reference of the public names.
+class Drawing(NamedTuple):
+    """The example of a mask or score at a length, and its picture."""
 
-    An entry has a picture, signature, meaning, source, sparsity and code. If an example fails, its entry says why. The
-    page needs no network. The reference stands in a folder beside the page: `reference`, or for a file `x.html`
-    `x-reference`. Without pdoc only the page is written, and a line on stderr says so.
-
-    Args:
-        out: the file to write, or a folder for `index.html`, which is made if it is missing.
-
-    Returns:
-        The page's path.
-    """
-    path = Path(out)
-    if path.suffix.lower() not in (".html", ".htm"):
-        path.mkdir(parents=True, exist_ok=True)
-        path = path / "index.html"
-    folder = path.parent / ("reference" if path.name == "index.html" else f"{path.stem}-reference")
-    has_reference = importlib.util.find_spec("pdoc") is not None
-    if not has_reference:
-        print("no reference, it needs pdoc: `pip install pdoc`.", file=sys.stderr)
-    cards = {(entry.kind, entry.name): _card(entry) for entry in (*list_masks(), *list_scores())}
-    if has_reference:
-        _write_reference(folder)
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters["prose"] = _prose
-    page = environment.get_template("gallery.html").render(
-        style=Markup(svg.style()),
-        length=LENGTH,
-        groups=_grouped(cards),
-        reference=f"{folder.name}/index.html" if has_reference else "",
-    )
-    path.write_text(page, encoding="utf-8")
-    return path
+    length: int
+    value: Mask | Score
+    picture: Picture
 
 
-def _grouped(cards: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Titles and their cards: masks by their use, those of the user, and scores."""
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the paths and texts of all pages, the first of which lists the others."""
+    entries = {(entry.kind, entry.name): entry for entry in (*list_masks(), *list_scores())}
     groups = {
-        use: [cards.pop(key) for name in names if (key := ("mask", name)) in cards] for use, names in USES.items()
+        use: [entries.pop(key) for name in names if (key := ("mask", name)) in entries] for use, names in USES.items()
     }
-    groups["Other masks"] = [cards.pop(key) for key in [*cards] if key[0] == "mask"]
-    groups["Scores"] = [*cards.values()]
-    return [(title, found) for title, found in groups.items() if found]
+    groups["Other masks"] = [entries.pop(key) for key in [*entries] if key[0] == "mask"]
+    groups["Scores"] = [*entries.values()]
+    text = (
+        "# Gallery\n\nEvery mask and score. Rows are queries, columns are keys. A mask of your own gets a page, too: "
+        "`python recipes/site/build.py OUT --import my_masks`.\n"
+    )
+    for title, group in groups.items():
+        text += f"\n## {title}\n\n<div class='fm-cards' data-search-exclude>\n" if group else ""
+        for entry in group:
+            name = f"{entry.kind}s/{entry.name}"
+            drawings = drawn(entry)
+            yield f"gallery/{name}.md", page(entry, drawings)
+            small = re.sub(r"<(text|title).*?</\1>", "", drawings[0].picture.svg(style=False)) if drawings else ""
+            text += f"<a href='{name}.html'><b>{entry.name}</b>{small}<span>{_prose(entry.summary)}</span></a>\n"
+        text += "</div>\n" if group else ""
+    yield "gallery/index.md", text
 
 
-def _write_reference(folder: Path) -> None:
-    import pdoc  # it may be missing
+def page(entry: Any, drawings: list[Drawing] | None = None) -> str:
+    """Return the page of a mask or score, an entry of `list_masks()` or `list_scores()`."""
+    drawings = drawn(entry) if drawings is None else drawings
+    known = definition(entry.kind, entry.name)
+    rows, prose = _documented(known.doc, known.parameters)
+    parts = [f"# {entry.name}", f"`{entry.signature}`", markdown(entry.summary)]
+    if drawings:
+        parts += ["\n".join(["<div class='fm-pictures'>", *map(_figure, drawings), "</div>"])]
+        parts += ["## Code", f"```python\n{_code(drawings[0].value, drawings[0].length)}\n```"]
+    else:
+        parts += [f"No example: {markdown(_error_of(entry))}"]
+    if rows:
+        head = "| parameter | takes | by default | meaning |\n|---|---|---|---|\n"
+        note = "Sizes are those of the batch `B`, query heads `H`, queries `Q`, keys `KV` and positions `S`, all in "
+        note += "elements: batch elements, heads and tokens. Lengths, windows and blocks are numbers of tokens."
+        parts += ["## Parameters", head + "\n".join(f"| {' | '.join(row)} |" for row in rows), note]
+    parts += [markdown(text) for text in prose]
+    if drawings and entry.kind == "mask":
+        parts += ["## Blocks", _blocks(drawings)]
+    parts += _figures(entry)
+    facts = {"Source": entry.source, "In other libraries": entry.peers}
+    parts += [f"## {title}\n\n{markdown(text)}" for title, text in facts.items() if text]
+    parts += ["## The function", f"```python\n{textwrap.dedent(inspect.getsource(known.function)).strip()}\n```"]
+    return "\n\n".join(parts) + "\n"
 
-    modules = [name for name in _MODULES if importlib.util.find_spec(_NEEDS.get(name, "flexmasks")) is not None]
-    # After each package come its modules, which are left out.
-    chosen = [spec for name in modules for spec in (name, f"!{name}[.]")]
-    pdoc.render.configure(docformat="google", show_source=False)
-    with warnings.catch_warnings():
-        # The annotations of named tuples are texts, which pdoc cannot read in another module.
-        warnings.filterwarnings("ignore", "Error parsing type annotation")
-        pdoc.pdoc(*chosen, output_directory=folder)
+
+def drawn(entry: Any) -> list[Drawing]:
+    """Return the pictures of an entry's example, pair by pair and at two lengths in blocks; none without an example."""
+    try:
+        return [_drawn(entry, SHORT, block_size=1), *(_drawn(entry, (n, *SHORT[::-1])) for n in LONGER[entry.kind])]
+    except Exception:  # an example is a user's code, and the other entries do not depend on it
+        return []
 
 
 def code(kind: str, name: str) -> str:
@@ -131,11 +128,90 @@ def code(kind: str, name: str) -> str:
     """
     listed = list_masks() if kind == "mask" else list_scores()
     (entry,) = (entry for entry in listed if entry.name == name)
-    length, value, _ = _drawn(entry, SHORT)
-    return _code(value, length)
+    drawing = _drawn(entry, SHORT)
+    return _code(drawing.value, drawing.length)
 
 
-def _drawn(entry: Any, lengths: Iterable[int], **options: Any) -> tuple[int, Mask | Score, Picture]:
+def _figure(drawing: Drawing) -> str:
+    picture = drawing.picture.svg(style=False)
+    return f"<figure data-search-exclude>{picture}<figcaption>{drawing.length:,} tokens</figcaption></figure>"
+
+
+def _error_of(entry: Any) -> str:
+    try:
+        _drawn(entry, SHORT)
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _documented(doc: str, parameters: Any) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows of a table of parameters, and the paragraphs that a docstring has besides."""
+    rows: list[tuple[str, ...]] = []
+    prose: list[str] = []
+    for paragraph in doc.split("\n\n")[1:]:
+        if paragraph.startswith(("Source:", "Peers:")):
+            continue
+        if not set(re.split("[,:]", paragraph)[:1]) <= set(parameters):
+            prose.append(paragraph)
+            continue
+        for item in re.split(r"\n(?! )", paragraph):
+            names, _, meaning = item.partition(":")
+            found = [parameters[name] for name in names.split(", ")]
+            takes = {" or ".join(f"`{part}`" for part in p.spec.split(" | ") if part) or "a mask" for p in found}
+            default = {"" if p.required else f"`{p.default!r}`" for p in found}
+            meaning = markdown(" ".join(meaning.split())).replace("|", "&#124;")
+            rows.append((f"`{names}`", ", ".join(takes), ", ".join(default), meaning))
+    return rows, prose
+
+
+def _blocks(drawings: list[Drawing]) -> str:
+    lines = [
+        "Of all blocks, of 128 queries and 128 keys, a kernel skips those that hold no visible pair, asks the mask"
+    ]
+    lines += ["in the partial ones, and asks nothing in the full ones.", ""]
+    lines += ["| tokens | skipped | partial | full |", "|---|---|---|---|"]
+    for drawing in drawings[1:]:
+        skipped, partial, full = drawing.picture.counts.shares  # type: ignore[attr-defined] # of a mask
+        lines.append(f"| {drawing.length:,} | {skipped:.1%} | {partial:.1%} | {full:.1%} |")
+    return "\n".join(lines)
+
+
+@functools.cache
+def _measured() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(_RESULTS.read_text(encoding="utf-8"))
+    return results
+
+
+def _figures(entry: Any) -> list[str]:
+    found = [row for row in _measured()["rows"] if (row["kind"], row["case"]) == (entry.kind, entry.name)]
+    if not found:
+        return []
+    machine = _measured()["machine"]
+    about = (
+        f"`{found[0]['example']}` on one {machine['device']}, torch {machine['torch']}, {found[0]['dtype']}, batch x "
+        f"heads x length x head size {found[0]['shape']}, medians. TFLOP/s count visible pairs."
+    )
+    lines = ["| | forward ms | backward ms | forward TFLOP/s | backward TFLOP/s |", "|---|---|---|---|---|"]
+    for row in found:
+        numbers = [row[name] for name in ("forward_ms", "backward_ms", "forward_tflops", "backward_tflops")]
+        who = f"{row['who']}, `{row['backend']}`" if "backend" in row else row["who"]
+        lines.append(f"| {who} | {' | '.join(f'{number:.3g}' for number in numbers)} |")
+    return ["## Measured", about, "\n".join(lines)]
+
+
+def _prose(text: str) -> str:
+    """A docstring's words as HTML."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
+
+
+def markdown(text: str) -> str:
+    """A docstring's words, none of which Markdown takes for something else."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(part if i % 2 else re.sub(r"([*_\[\]<>#])", r"\\\1", part) for i, part in enumerate(parts))
+
+
+def _drawn(entry: Any, lengths: Iterable[int], **options: Any) -> Drawing:
     """The first length at which the example of an entry can be drawn, the example and its picture.
 
     Raises the error of the first length if every length fails.
@@ -144,7 +220,7 @@ def _drawn(entry: Any, lengths: Iterable[int], **options: Any) -> tuple[int, Mas
     for length in lengths:
         try:
             value = entry.example(length)
-            return length, value, flexmasks.draw(value, length, **options)
+            return Drawing(length, value, flexmasks.draw(value, length, **options))
         except Exception as error:  # a user's function may raise anything
             errors.append(error)
     raise errors[0]
@@ -179,31 +255,6 @@ def _code(value: Mask | Score, length: int) -> str:
     return "\n".join([*lines, call])
 
 
-def _card(entry: Any) -> dict[str, Any]:
-    kind, doc = entry.kind, definition(entry.kind, entry.name).doc
-    card: dict[str, Any] = {
-        "kind": kind,
-        "entry": entry,
-        "doc": doc.partition("\n")[2].strip(),
-        "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # text that the search matches
-    }
-    try:
-        length, value, picture = _drawn(entry, SHORT, block_size=1)
-        card |= {"picture": Markup(picture.svg(style=False)), "code": _code(value, length)}
-        if kind == "mask":
-            long: Any = _drawn(entry, (LENGTH, *SHORT[::-1]))[2]
-            card |= {"sparsity": f"{long.counts.shares[0]:.1%}", "sparsity_length": f"{long.q_len:,}"}
-            card["long"] = Markup(long.svg(style=False))
-    except Exception as error:  # an example is a user's code, and the other entries do not depend on it
-        card["error"] = f"{type(error).__name__}: {error}"
-    return card
-
-
-def _prose(text: str) -> Markup:
-    # Parts of a Markup are joined by Markup, which would escape the new tags.
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-
-
 def _literal(value: Any) -> str:
     """A parameter as code, with long regular lists shortened."""
     if isinstance(value, Tensor):
@@ -232,16 +283,3 @@ def _constructor(value: Mask | Score) -> str:
         raise ValueError(f"the example holds {value!r}, which is not registered, so code cannot name it.")
     given = "".join(f", {name}={_literal(v)}" for name, v in value.params.items())
     return f'flexmasks.get_{value._kind}("{value.name}"{given})'
-
-
-def main(words: list[str] | None = None) -> None:
-    """Write the page that the command line names."""
-    parser = argparse.ArgumentParser(description="Write a page of all masks and scores.", parents=[import_parser()])
-    parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
-    arguments = parser.parse_args(words)
-    import_modules(arguments.modules)
-    print(gallery(arguments.out))
-
-
-if __name__ == "__main__":
-    main()

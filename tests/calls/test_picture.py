@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks.__main__ import main
-from flexmasks.pictures import svg
+from flexmasks.pictures import output, svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
 from flexmasks.pictures.lengths import suggested_lengths
 from flexmasks.pictures.picture import ScorePicture
@@ -588,3 +588,13 @@ def test_titles_with_characters_that_xml_does_not_know() -> None:
     drawn = flexmasks.draw(mask, 8).svg()
     titles = [text.text for text in ET.fromstring(drawn).iter() if text.tag.endswith("text")]
     assert any("bell\N{REPLACEMENT CHARACTER} & " in str(title) and "é 😀" in str(title) for title in titles)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.html"
+    output.write(file, "old")
+    monkeypatch.setattr(Path, "replace", lambda *paths: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        output.write(file, "new")
+    assert [f.name for f in tmp_path.iterdir()] == ["x.html"]
+    assert file.read_text() == "old"
