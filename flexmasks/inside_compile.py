@@ -208,9 +208,11 @@ def _attend(
             return (torch.empty(_TRACED.index(name), 0),)
         plans = (encoded.with_numbers(_constant) if name in _COMPILED else encoded).plans(q, k, lists)
         kernel = BACKENDS[name].kernel(replace(call, mask=plans.mask, score=plans.score))
-        out, lse, _, has_sinks, _ = Ready(kernel, kernel.forms(plans))(q, k, v, sinks)
+        forms = kernel.forms(plans)
+        out, lse, _, has_sinks, _ = Ready(kernel, forms)(q, k, v, sinks)
         if sinks is not None and not has_sinks:
-            out, lse = with_sinks(out, cast(Tensor, lse), sinks, True, by_operator=must_be_invariant)
+            starts = kernel.starts(forms) if must_be_invariant else None
+            out, lse = with_sinks(out, cast(Tensor, lse), sinks, True, by_operator=must_be_invariant, starts=starts)
     return (out, cast(Tensor, lse)) if call.with_lse else (out,)
 
 

@@ -600,7 +600,10 @@ def with_sinks_of(result: Result, request: Request) -> tuple[Tensor, Tensor | No
     if result.has_sinks:
         return result.out, result.lse if request.return_lse else None
     given = cast(Tensor, result.lse), request.sink_logits, request.return_lse
-    return with_sinks(result.out, *given, by_operator=request.must_be_invariant)
+    if not request.must_be_invariant:
+        return with_sinks(result.out, *given)
+    starts = None if result.ready is None else result.ready.kernel.starts(result.ready.forms)
+    return with_sinks(result.out, *given, by_operator=True, starts=starts)
 
 
 # --- explanations ---

@@ -6,7 +6,8 @@ all sequences end to end in one row. `flexmasks.invariant()` makes attention the
 treats each token by itself, by operations whose bits depend on the shape of all tokens:
 
 - Matrix products: BLAS chooses tiles, and how it splits sums, by the shape; a single row is another function.
-- Means of RMSNorm and log_softmax are sums along a row; a GPU divides them among threads as the number of rows tells.
+- Means along a row, as in RMSNorm: a GPU divides them among more threads where there are few rows. (`F.rms_norm` and
+  log_softmax had the same bits with 1 to 2,048 rows on an H200.)
 - Activations: a CPU computes the last elements of a tensor, which fill no vector, by another formula.
 - Gradients of linear layers, norms and embeddings are sums over tokens.
 

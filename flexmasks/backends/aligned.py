@@ -95,6 +95,7 @@ class Aligned(NamedTuple):
     slots: Tensor  # int64 [B or 1, S], the slot of each token
     documents: Tensor  # int64 [B or 1, slots], the number of the slot's document
     is_wrong: Tensor  # bool, whether there are more documents than were promised
+    starts: Tensor  # int32 [N + 1], where the documents of all rows start, end to end, and the last one's end
     unpadded: Tensor | None = None  # int32, the number of tokens before the padding of a row; None if there is none
     # Inside documents the mask is causal: slots tell it, as their distances are those of tokens, and padding is behind.
     is_causal: bool = False
@@ -108,7 +109,7 @@ class Aligned(NamedTuple):
             in_row = count // size.batch if look is None else mask.room_in_row(made)
             step = math.lcm(*mask.block_size)
             room = -(-(size.q_len + torch.sym_min(in_row, size.q_len) * (step - 1)) // step) * step
-            placed = _placed(made.q.long(), size.batch, size.q_len, room, step)
+            placed = _placed(made.q, size.batch, size.q_len, room, step)
             window = mask.window
             is_causal = window is not None and window.has_sequences and (window.left, window.right) == (None, 0)
             placed = placed._replace(is_causal=is_causal)
@@ -241,12 +242,13 @@ class _Blocks(NamedTuple):
     has_tokens: Tensor
 
 
-def _placed(starts: Tensor, batch: int, length: int, room: int, step: int) -> Aligned:
+def _placed(offsets: Tensor, batch: int, length: int, room: int, step: int) -> Aligned:
     """Return where tokens lie if each document starts at a multiple of `step`, by operations of fixed shapes.
 
-    starts: int64 [N + 1], where the documents of all rows of `length` tokens start, end to end, and the last one's end.
+    offsets: int32 [N + 1], where the documents of all rows of `length` tokens start, end to end, and the last ends.
     room: the number of slots of a row.
     """
+    starts = offsets.long()
     device, first, ends = starts.device, starts[:-1], starts[1:]
     whole = (ends - first + step - 1) // step * step
     until = whole.cumsum(0)  # the slots of all documents up to one
@@ -265,7 +267,7 @@ def _placed(starts: Tensor, batch: int, length: int, room: int, step: int) -> Al
     own = torch.minimum(in_slot, stop - 1) - firsts
     is_wrong = (slots[:, -1] >= room).any()
     table = torch.where(has_token, own, -1 - own).int()
-    return Aligned(table, own, slots.clamp(max=room - 1), documents, is_wrong)
+    return Aligned(table, own, slots.clamp(max=room - 1), documents, is_wrong, offsets)
 
 
 class _Taken(torch.autograd.Function):

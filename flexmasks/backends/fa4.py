@@ -255,6 +255,9 @@ class Fa4Kernel(_Fa4):
                 )
         return (form,)
 
+    def starts(self, forms: tuple[Any, ...]) -> Tensor | None:
+        return None if forms[0] is None else cast(Tensor, forms[0].sequences.q)
+
     def confirm(self, forms: tuple[Any, ...]) -> None:
         if forms[0] is not None and forms[0].look is not None:
             forms[0].look.confirm()

@@ -164,6 +164,9 @@ class FlexKernel(Kernel):
             block_mask = padded.for_whole_blocks(block_mask)
         return (FlexForm(block_mask, score_mod, of_score, shapes),)
 
+    def starts(self, forms: tuple[FlexForm, ...]) -> Tensor | None:
+        return None if forms[0].aligned is None else forms[0].aligned.starts
+
     def confirm(self, forms: tuple[FlexForm, ...]) -> None:
         for look in forms[0].looks:
             look.confirm()
@@ -438,6 +441,9 @@ class KernelInGraph(Kernel):
         aligned = Aligned.of(mask)[0].for_batch(block_mask.kv_num_blocks.shape[0])
         score_mod = aligned.score_mod(score_mod, is_relative=_is_relative(plans))
         return BlocksAndScore(aligned.block_mask(block_mask, in_graph=True), score_mod), aligned
+
+    def starts(self, forms: tuple[Any, ...]) -> Tensor | None:
+        return None if len(forms) == 1 else cast(Aligned, forms[1]).starts
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any

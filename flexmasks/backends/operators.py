@@ -182,7 +182,7 @@ _short.register_autograd(_gradients_of_short, setup_context=_save_short)
 
 
 @torch.library.custom_op("flexmasks::fold_sinks", mutates_args=())
-def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     from flexmasks.kernels.sinks import folded
 
     return folded(out, lse, sinks)
@@ -190,22 +190,22 @@ def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("flexmasks::fold_sinks_backward", mutates_args=())
 def _fold_sinks_backward(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexmasks.kernels.sinks import gradients
 
-    d_old_out, d_old_lse, d_sinks = gradients(d_out, d_lse, out, lse, sinks)
+    d_old_out, d_old_lse, d_sinks = gradients(d_out, d_lse, out, lse, sinks, starts)
     return d_old_out, d_old_lse, d_sinks
 
 
 @_fold_sinks.register_fake
-def _(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, sinks: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out), torch.empty_like(lse)
 
 
 @_fold_sinks_backward.register_fake
 def _(d_out: Tensor, d_lse: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_old_out, d_old_lse, d_sinks = map(torch.empty_like, given)
+    d_old_out, d_old_lse, d_sinks = map(torch.empty_like, given[:3])
     return d_old_out, d_old_lse, d_sinks
 
 
@@ -213,9 +213,8 @@ def _save_for_sinks(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, 
     ctx.save_for_backward(*inputs)
 
 
-def _gradients_of_sinks(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = _fold_sinks_backward(d_out, d_lse, *ctx.saved_tensors)
-    return gradients
+def _gradients_of_sinks(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_fold_sinks_backward(d_out, d_lse, *ctx.saved_tensors), None
 
 
 _fold_sinks.register_autograd(_gradients_of_sinks, setup_context=_save_for_sinks)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 import math
 from typing import Any
@@ -34,18 +35,26 @@ _failures: list[str] = []  # why Triton failed; then plain torch computes all
 
 
 def with_sinks(
-    out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool, by_operator: bool = False
+    out: Tensor,
+    lse: Tensor,
+    sink_logits: Tensor,
+    return_lse: bool,
+    by_operator: bool = False,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`; return the output and, with return_lse, the new
     lse.
 
     out, lse: [B, H, Q, D] and [B, H, Q], or both without B. If nothing needs a gradient, both may be changed.
     sink_logits: floats [H].
-    by_operator: into which no compiler looks, so that a graph has the bits that other calls have.
+    by_operator: into which no compiler looks, so that a graph has the bits that other calls have. Gradients of sinks
+        are added sequence by sequence.
+    starts: where the sequences of queries start, end to end in all rows, and the last one's end, int32 [N + 1]; None if
+        each row is one.
     """
     tensors = out, lse, sink_logits
     if by_operator:
-        out, lse = torch.ops.flexmasks.fold_sinks(*tensors)
+        out, lse = torch.ops.flexmasks.fold_sinks(*tensors, starts)
         return out, lse if return_lse else None
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     are_plain = is_plain(*tensors)
@@ -64,11 +73,21 @@ def folded(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return _plain(out, lse, sinks, True) if found is None else found  # type: ignore[return-value]
 
 
-def gradients(d_new_out: Tensor, d_new_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+def gradients(
+    d_new_out: Tensor, d_new_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, starts: Tensor | None
+) -> tuple[Tensor, ...]:
     """The gradients of out, lse and sinks, for the operator."""
     given = d_new_out, d_new_lse, out, lse, sinks
-    found = _launched("gradients", *given, (True, True, True)) if _fits(out, lse, sinks) else None
-    return _plain_gradients(*given) if found is None else found  # type: ignore[return-value]
+    found = _launched("gradients", *given, (True, True, False)) if _fits(out, lse, sinks) else None
+    d_out, d_lse, _ = _plain_gradients(*given) if found is None else found
+    # The shares of keys and of a sink add up to 1.
+    to_sink = torch.where(sinks[:, None] == -math.inf, 0.0, d_new_lse - d_lse)
+    heads, queries = to_sink.shape[-2:]
+    to_sink = to_sink.view(-1, heads, queries).transpose(0, 1).flatten(1)
+    if starts is None:
+        starts = torch.arange(0, to_sink.shape[1] + 1, queries, dtype=torch.int32, device=out.device)
+    d_sinks = _launched("sum_in_sequences", to_sink, starts, sinks.dtype) if _fits(out, lse, sinks) else None
+    return d_out, d_lse, _plain_sum(to_sink, starts, sinks.dtype) if d_sinks is None else d_sinks  # type: ignore[return-value]
 
 
 # --- the Triton kernels ---
@@ -134,6 +153,12 @@ class _Fold(compat.SingleLevelFunction):
 
 
 # --- in plain torch ---
+
+
+def _plain_sum(x: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums [H] of x [H, tokens], each sequence by itself, and then all in their order."""
+    parts = [x[:, first:end].sum(1).to(dtype) for first, end in itertools.pairwise(starts.tolist())]
+    return functools.reduce(torch.add, parts)
 
 
 def _plain(

@@ -142,6 +142,24 @@ def sum_kernel(totals, partial, count, CHUNK: tl.constexpr):
     tl.store(totals + head, tl.sum(sums, 0).to(totals.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["count", "head_stride"])
+def sequence_sum_kernel(totals, x, starts, count, head_stride, CHUNK: tl.constexpr):
+    """Write the sum of each head's numbers: `count` sequences each by itself, and then all in their order."""
+    head = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = totals.dtype.element_ty
+    total = tl.zeros((1,), tl.float32)
+    end = tl.load(starts)
+    for n in range(count):
+        first = end
+        end = tl.load(starts + n + 1)
+        sums = tl.zeros((CHUNK,), tl.float32)
+        for start in range(first, end, CHUNK):
+            place = start + tl.arange(0, CHUNK)
+            sums += tl.load(x + head * head_stride + place, mask=place < end, other=0.0)
+        total = (total + tl.sum(sums, 0).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(totals + head + tl.arange(0, 1), total.to(dtype))
+
+
 _ELEMENTS, _WARPS = 4096, 4  # of a program
 _FEW, _WARPS_OF_FEW = 8, 1  # rows of a program if a head has no more, as in decoding
 _MAX_ROWS = 256
@@ -197,6 +215,23 @@ def gradients(
             _launches.keep(key, launch)
         launch((d_sinks, partial), ())
     return d_out, d_lse, d_sinks
+
+
+def sum_in_sequences(x: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums [H] of x, float32 [H, tokens], each sequence by itself, and then all in their order.
+
+    starts: where sequences start, and the last one's end, int32 [N + 1].
+    """
+    totals = new((x.shape[0],), dtype, x.device)
+    tensors = totals, x, starts
+    key = "sequences", x.shape, starts.shape, starts.dtype, dtype, x.device.index
+    launch = _launches.get(key)
+    if launch is None:
+        numbers = starts.shape[0] - 1, x.stride(0), _CHUNK
+        launch = compiled(sequence_sum_kernel, x.shape[0], _WARPS, tensors, (), numbers)
+        _launches.keep(key, launch)
+    launch(tensors, ())
+    return totals
 
 
 def _compiled(kernel: Any, tensors: Tensors, with_strides: Sequence[Any], *counts: int) -> Launch:

@@ -369,7 +369,7 @@ def test_sinks_by_the_operator(device: str) -> None:
     )
     for x, y in both:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(torch.ops.flexmasks.fold_sinks, [x.detach().requires_grad_() for x in leaves])
+    torch.library.opcheck(torch.ops.flexmasks.fold_sinks, [*(x.detach().requires_grad_() for x in leaves), None])
 
 
 def test_what_cannot_refuses_in_words(told: list[dict[str, Any]]) -> None:

@@ -394,6 +394,36 @@ def test_transforms(device: str, launched: list[str]) -> None:
             assert torch.allclose(got[n], exactly, 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param(KERNELS_ON, marks=needs_kernels)])
+@pytest.mark.parametrize("dtype", [FP32, FP16])  # Triton's interpreter does not round to bfloat16
+def test_gradients_of_sinks_are_added_sequence_by_sequence(dtype: torch.dtype, device: str) -> None:
+    """Those of sequences end to end in two rows are those of each one alone, added as autograd adds them."""
+    import flexmasks.backends.operators  # noqa: F401
+
+    lens, length = (1200, 1, 0, 299, 800, 700), 1500
+    starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
+    out, lse, logits = made(Case(queries=length, dtype=dtype, sink_dtype=dtype), device)
+    slopes = torch.randn_like(out), torch.randn_like(lse)
+
+    def gradient(out: Tensor, lse: Tensor, slopes: tuple[Tensor, Tensor], **sequences: Any) -> Tensor:
+        leaf = logits.detach().requires_grad_()
+        found = with_sinks(out, lse, leaf, True, by_operator=True, **sequences)
+        return torch.autograd.grad(found, leaf, slopes)[0]
+
+    alone = []
+    for first, end in itertools.pairwise(starts.tolist()):
+        row, cut = first // length, slice(first % length, first % length + end - first)
+        if first < end:
+            alone.append(
+                gradient(
+                    out[row : row + 1, :, cut], lse[row : row + 1, :, cut], [x[row : row + 1, :, cut] for x in slopes]
+                )
+            )
+    assert torch.equal(gradient(out, lse, slopes, starts=starts), functools.reduce(torch.add, alone))
+    rows = [gradient(out[i : i + 1], lse[i : i + 1], [x[i : i + 1] for x in slopes]) for i in range(2)]
+    assert torch.equal(gradient(out, lse, slopes), rows[0] + rows[1])
+
+
 @needs_kernels
 def test_a_failing_compiler(
     failures: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

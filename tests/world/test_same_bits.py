@@ -137,10 +137,7 @@ def test_training(device: str, which: int) -> None:
     (losses, of_packed), (want, gradients) = results
     assert torch.equal(losses, want)
     for n, gradient in gradients.items():
-        if n.endswith("sinks") and device == "cuda":  # whose gradient is a sum over all tokens of a call there
-            assert (of_packed[n] - gradient).abs().max() <= 0.03 * gradient.abs().max(), n
-        else:
-            assert torch.equal(of_packed[n], gradient), n
+        assert torch.equal(of_packed[n], gradient), n
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
