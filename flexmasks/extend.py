@@ -14,6 +14,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   numbers that it reads, `reads_outside` is a function of the pairs at which another one reads outside of tensors.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
+- A mask as what it computes: `recorded` and `expression_of` call a function once and write an `Expression` down;
+  `are_same`, `indices_in` and `value_of` read it. `flatten` takes a value apart into its structure and leaves.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
 - What is true around a call: `is_invariant` says whether it is inside `flexmasks.invariant`.
@@ -60,6 +62,7 @@ from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_argume
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
+from flexmasks.spec.expressions import Expression, are_same, expression_of, indices_in, recorded, value_of
 from flexmasks.spec.indexing import leading
 from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
 from flexmasks.spec.parts import PartOfCall, part_of
@@ -90,6 +93,7 @@ __all__ = [
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "reads_outside", "flatten",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
+    "recorded", "expression_of", "Expression", "are_same", "indices_in", "value_of", "flatten",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
     "all_to_all_single",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import Mask, get_mask
-from flexmasks.integrations.huggingface.expressions import Expression, are_same, expression_of, indices_in, value_of
+from flexmasks.extend import Expression, are_same, expression_of, indices_in, value_of
 
 _FAR = 1 << 30  # farther than any key
 

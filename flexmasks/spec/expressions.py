@@ -6,6 +6,7 @@ are read without looking into them, also while torch.compile traces, where their
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +29,9 @@ class Expression:
     """An operation on operands: other expressions, numbers and tensors.
 
     operation: the name of a function of `operator`; "torch" for a function of torch, whose operands are it, its
-        arguments by position, and pairs of names and arguments;
-        "constant"; or the name of an index, "b", "h", "q" or "kv", which has no operands.
+        arguments by position, and pairs of names and arguments; "getitem", whose operands are a table and its indices;
+        "constant"; "parameter", whose operand is the name of a number; or the name of an index, "b", "h", "q" or "kv",
+        which has no operands.
     """
 
     def __init__(self, operation: str, *operands: Any) -> None:
@@ -56,6 +58,12 @@ class Expression:
     __rand__ = _of_two("and_", is_reflected=True)
     __or__ = _of_two("or_")
     __ror__ = _of_two("or_", is_reflected=True)
+    __xor__ = _of_two("xor")
+    __rxor__ = _of_two("xor", is_reflected=True)
+    __iter__ = None  # without it Python would ask for items without end
+
+    def __getitem__(self, index: Any) -> Expression:
+        return _item(self, index)
 
     def __bool__(self) -> bool:
         raise TypeError("an index stands for many values at once, and has no truth value")
@@ -82,8 +90,15 @@ class Expression:
         return Expression("constant", False)
 
     def to(self, *given: Any, **options: Any) -> Expression:
-        """The same: expressions have no device, and booleans stay booleans."""
-        return self
+        """The same on any device, or as a whole number or a boolean. Raises TypeError for other dtypes."""
+        dtypes = [x for x in (*given, *options.values()) if isinstance(x, torch.dtype)]
+        if not dtypes:
+            return self
+        if dtypes[0] is torch.bool:
+            return Expression("ne", self, 0)
+        if dtypes[0] not in (torch.int32, torch.int64):
+            raise TypeError(f"an expression has no values in {dtypes[0]}")
+        return Expression("add", self, 0)  # a boolean becomes a number
 
     device = None
 
@@ -95,6 +110,15 @@ class Expression:
             return _item(*args)
         return Expression("torch", function, args, tuple((kwargs or {}).items()))
 
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Expression]:
+    return lambda self, *args, **kwargs: Expression("torch", function, (self, *args), tuple(kwargs.items()))
+
+
+for _name in ("clamp", "clip", "minimum", "maximum", "logical_and", "logical_or", "logical_xor", "logical_not"):
+    setattr(Expression, _name, _as_method(getattr(torch, _name)))
+for _name, _dtype in {"bool": torch.bool, "int": torch.int32, "long": torch.int64}.items():
+    setattr(Expression, _name, functools.partialmethod(Expression.to, _dtype))
 
 INDICES = tuple([Expression(name) for name in ("b", "h", "q", "kv")])
 
@@ -116,11 +140,18 @@ def _item(table: Any, index: Any) -> Expression:
     return Expression("getitem", table, *(index if isinstance(index, tuple) else (index,)))
 
 
+def recorded(function: Callable[..., Any]) -> Any:
+    """What a mask function returns for indices that are expressions. Raises what the function does, if it only runs on
+    tensors; torch.compile can trace this.
+    """
+    with _IndexingByExpressions():
+        return function(*INDICES)
+
+
 def expression_of(function: Callable[..., Any]) -> Expression | None:
     """What a mask function computes, or None if it only runs on tensors; torch.compile can trace this."""
     try:
-        with _IndexingByExpressions():
-            result = function(*INDICES)
+        result = recorded(function)
     except Exception:
         return None
     return result if isinstance(result, Expression) else None
