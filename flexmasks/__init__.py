@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
-    "compare", "Comparison", "check", "Finding", "Findings",
+    "compare", "Comparison", "check", "Finding", "Findings", "Proof",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -66,6 +66,7 @@ _MODULES = {
     "Findings": "flexmasks.asking.check",
     "Picture": "flexmasks.pictures.picture",
     "Plan": "flexmasks.planning",
+    "Proof": "flexmasks.asking.proofs",
     "check": "flexmasks.asking.check",
     "compare": "flexmasks.asking.compare",
     "draw": "flexmasks.pictures.show",

@@ -14,8 +14,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   numbers that it reads, `reads_outside` is a function of the pairs at which another one reads outside of tensors.
 - A part of a call: `PartOfCall` and `part_of` give mask and score for some batch elements, heads and positions.
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
-- A mask as what it computes: `recorded` and `expression_of` call a function once and write an `Expression` down;
-  `are_same`, `indices_in` and `value_of` read it. `flatten` takes a value apart into its structure and leaves.
+- A mask as what it computes: `formula_of` and `expression_of` call a function once and write an `Expression` down;
+  `are_same`, `indices_in` and `value_of` read it.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
 - What is true around a call: `is_invariant` says whether it is inside `flexmasks.invariant`.
@@ -93,7 +93,7 @@ __all__ = [
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "reads_outside", "flatten",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
-    "recorded", "expression_of", "Expression", "are_same", "indices_in", "value_of", "flatten",
+    "formula_of", "expression_of", "Expression", "are_same", "indices_in", "value_of",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
     "all_to_all_single",
@@ -141,6 +141,14 @@ def accepts(value: Mask | Score, size: Size) -> bool:
         value._resolve(size)
         return True
     return False
+
+
+def formula_of(mask: Mask) -> Any:
+    """Return what a mask computes of its indices, an Expression or a constant.
+
+    Raises whatever the mask's functions do, if they take tensors only.
+    """
+    return recorded(mask._bind(mask._resolve(None)))
 
 
 def says_all(value: Mask | Score) -> bool:

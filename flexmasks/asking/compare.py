@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 
 from flexmasks.asking.picture import ComparedPicture, compared_picture
+from flexmasks.asking.proofs import Limits, Proof, over_all
 from flexmasks.asking.subject import Subject, Subjects, sizes_of, subject_of, takes
 from flexmasks.extend import Alignment, MaskOverLengths, as_number, says_what_to_write
 from flexmasks.pictures.cells import short
@@ -69,6 +70,24 @@ class Comparison:
         return "; ".join([f"Comparison(a={short(self._a.mask)}, b={short(self._b.mask)}: {found}", *self.notes]) + ")"
 
 
+@overload
+def compare(
+    a: Subjects,
+    b: Subjects,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    lengths: None = None,
+    **others: Any,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    a: Subjects, b: Subjects, *, lengths: Literal["all"], parameters: Limits | None = None, **params: Any
+) -> Proof: ...
+
+
 @says_what_to_write()
 def compare(
     a: Subjects,
@@ -79,8 +98,10 @@ def compare(
     batch: int | None = None,
     heads: int | None = None,
     q_offset: Alignment = None,
+    lengths: Literal["all"] | None = None,
+    parameters: Limits | None = None,
     **params: Any,
-) -> Comparison:
+) -> Comparison | Proof:
     """Say whether two masks show the same pairs of a query and a key, how many pairs one shows alone, and which first.
 
     The answer is exact. Ranges decide most pairs in blocks: 131,072 tokens take a tenth of a second, if most of the
@@ -96,10 +117,24 @@ def compare(
         batch, heads: numbers of batch elements and heads; by default what the masks' parameters imply, else 1.
         q_offset: where the queries start among the keys, as in `flexmasks.attention`; a plan has its own, and a
             BlockMask counts queries from 0.
+        lengths: "all" asks whether the masks are the same at all lengths: for all batch elements and heads, and all
+            positions of queries and keys from 0 on. islpy and z3 prove it (`pip install 'flexmasks[proofs]'`). They
+            read sums, comparisons, `//` and `%`, which round down, minima, maxima, absolute values and `torch.where`,
+            of whole numbers that do not overflow. Numbers stay as they are, but for those in `parameters`. A tensor
+            stands for any tensor of its dtype; equal tensors stand for the same one.
+        parameters: with `lengths`, which parameters of a and b, or variables that their functions captured, stand for
+            many values, and for which: `{"window": (1, None)}` for all from 1 on. A limit is a number, None, another
+            of these names, or "q_len", the number of queries and of keys. A name that a and b share has one value in
+            both. The name of a tensor has limits of its elements, or "increasing" if they never fall along a row.
         params: parameters of a and b that are given by name or as functions; each goes to whichever takes it.
+
+    Returns:
+        A Comparison, or with `lengths="all"` a Proof, which says "proved", "refuted", with the smallest counterexample,
+        or "not decided", and why.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or a and b are for other lengths; the message says which.
+        ImportError: neither islpy nor z3 is installed, and `lengths="all"` needs them.
 
     Example:
         >>> import flexmasks
@@ -117,10 +152,23 @@ def compare(
         aaa███
         · hidden by both   █ shown by both   a shown by a alone   b shown by b alone
         6 queries (down) x 6 keys (across), a character is 1 x 1 of them
+        >>> flexmasks.compare("causal", "sliding_window", lengths="all", parameters={"window": ("q_len", None)})
+        Proof(proved for all lengths, window in q_len..: a and b are the same)
+        >>> found = flexmasks.compare("causal", "sliding_window", lengths="all", parameters={"window": (0, None)})
+        >>> found.verdict, found.first, found.parameters
+        ('refuted', (0, 0, 1, 0), {'window': 0})
     """
     # A parameter that neither takes goes to a, which says so.
     of_b = {name: value for name, value in params.items() if takes(b, name)}
     of_a = {name: value for name, value in params.items() if takes(a, name) or name not in of_b}
+    if lengths is not None or parameters is not None:
+        given = q_len, kv_len, batch, heads, q_offset
+        if lengths != "all" or any(x is not None for x in given):
+            raise ValueError(
+                f'{_CALL}: lengths="all" and `parameters` are for all lengths, batch elements, heads and offsets: pass '
+                f"no `q_len`, `kv_len`, `batch`, `heads` or `q_offset`, got lengths={lengths!r} and {given}."
+            )
+        return over_all(_CALL, (a, of_a), (b, of_b), parameters or {}, compare)
     subjects = subject_of(a, of_a), subject_of(b, of_b)
     q_len, kv_len, batch, heads = map(as_number, (q_len, kv_len, batch, heads))
     sizes = sizes_of(_CALL, *subjects, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)

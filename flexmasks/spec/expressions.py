@@ -53,7 +53,9 @@ class Expression:
     __mul__ = _of_two("mul")
     __rmul__ = _of_two("mul", is_reflected=True)
     __floordiv__ = _of_two("floordiv")
+    __rfloordiv__ = _of_two("floordiv", is_reflected=True)
     __mod__ = _of_two("mod")
+    __rmod__ = _of_two("mod", is_reflected=True)
     __and__ = _of_two("and_")
     __rand__ = _of_two("and_", is_reflected=True)
     __or__ = _of_two("or_")
@@ -81,24 +83,24 @@ class Expression:
 
     # Methods and properties of tensors that masks call on an index, or on a result.
 
-    def new_ones(self, *size: Any, **options: Any) -> Expression:
-        """Return True, which stands for a tensor of it."""
-        return Expression("constant", True)
+    def new_ones(self, *size: Any, dtype: Any = None, **options: Any) -> Expression:
+        """Return 1, or True, which stands for a tensor of it."""
+        return Expression("constant", True if dtype is torch.bool else 1)
 
-    def new_zeros(self, *size: Any, **options: Any) -> Expression:
-        """Return False, which stands for a tensor of it."""
-        return Expression("constant", False)
+    def new_zeros(self, *size: Any, dtype: Any = None, **options: Any) -> Expression:
+        """Return 0, or False, which stands for a tensor of it."""
+        return Expression("constant", False if dtype is torch.bool else 0)
 
     def to(self, *given: Any, **options: Any) -> Expression:
         """The same on any device, or as a whole number or a boolean. Raises TypeError for other dtypes."""
-        dtypes = [x for x in (*given, *options.values()) if isinstance(x, torch.dtype)]
+        dtypes = [x for x in (*given, *options.values()) if isinstance(x, torch.dtype | Tensor | Expression)]
         if not dtypes:
             return self
         if dtypes[0] is torch.bool:
             return Expression("ne", self, 0)
-        if dtypes[0] not in (torch.int32, torch.int64):
-            raise TypeError(f"an expression has no values in {dtypes[0]}")
-        return Expression("add", self, 0)  # a boolean becomes a number
+        if dtypes[0] is torch.int32 or dtypes[0] is torch.int64:
+            return Expression("add", self, 0)  # a boolean becomes a number
+        raise TypeError(f"an expression has no values in the dtype of {dtypes[0]}")
 
     device = None
 

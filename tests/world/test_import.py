@@ -123,11 +123,11 @@ def test_the_time_of_the_import() -> None:
 
 
 PUBLIC = [
-    "Comparison", "Finding", "Findings", "Mask", "Picture", "Plan", "Score", "attention", "block_mask", "cache_info",
-    "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask", "get_score",
-    "integrations", "invariant", "list_masks", "list_scores", "masked_softmax", "masks", "orders", "packed", "paged",
-    "paged_attention", "plan", "register_mask", "register_score", "safe_globals", "scaled_masked_softmax", "scores",
-    "show", "trees", "varlen_attention",
+    "Comparison", "Finding", "Findings", "Mask", "Picture", "Plan", "Proof", "Score", "attention", "block_mask",
+    "cache_info", "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask",
+    "get_score", "integrations", "invariant", "list_masks", "list_scores", "masked_softmax", "masks", "orders",
+    "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
+    "scaled_masked_softmax", "scores", "show", "trees", "varlen_attention",
 ]  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def check_metadata(text: str) -> None:
         "test",
         "plot",
         "notebooks",
+        "proofs",
         "cudnn",
         "flash",
         "huggingface",
