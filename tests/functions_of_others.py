@@ -82,12 +82,68 @@ def attention_gym() -> dict[str, Function]:
 
 
 def torchtitan() -> dict[str, Function]:
+    """models/common/attention/attention.py, and of images create_block_diagonal_mask in models/common/vision_encoder.py
+    (2026): tokens of all rows lie end to end, and the positions of a document start at 0.
+    """
+    positions = torch.cat([torch.arange(n) for n in (300, 20, 400, LENGTH - 720)])
+    ids = ((positions == 0).int().cumsum(0) - 1).int()
+    # Where documents start, in whole blocks of 128; later places hold the number of tokens.
+    starts = torch.full((-(-(LENGTH + 1) // 128) * 128,), LENGTH, dtype=torch.int32)
+    starts[: ids[-1] + 1] = (positions == 0).nonzero()[:, 0].int()
+    images = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), torch.tensor([256, 64, 512, 192]))
     sequence = (torch.rand(BATCH, LENGTH) < 0.01).cumsum(1)
     return {
-        "block-causal by documents": lambda b, h, q, kv: causal(b, h, q, kv) & (sequence[b, q] == sequence[b, kv]),
-        "fixed blocks": lambda b, h, q, kv: (q // 256 == kv // 256) & (q % 256 >= kv % 256),
+        "causal": causal,
+        "documents": lambda b, h, q, kv: ids[q] == ids[kv],
+        "starts of documents": lambda b, h, q, kv: kv >= starts[ids[q]],
+        "fixed blocks": lambda b, h, q, kv: q // 256 == kv // 256,
         "sliding window": lambda b, h, q, kv: (kv <= q) & (q - kv < 128),
+        "images": lambda b, h, q, kv: images[q] == images[kv],
+        "causal inside documents": lambda b, h, q, kv: causal(b, h, q, kv) & (kv >= starts[ids[q]]),
+        "documents by batch element": lambda b, h, q, kv: causal(b, h, q, kv) & (sequence[b, q] == sequence[b, kv]),
     }
+
+
+def verl() -> dict[str, Function]:
+    """verl/utils/prefix_tree/forward.py in pull request 6689: a tree of texts, level by level. `TREE` has its nodes.
+
+    "prefixes" is its first version: what comes before the leaves counts as one prefix.
+    """
+    enter, leave, leaf, prefix = tree_of_verl()
+
+    def prefixes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        in_prefix, same_leaf = kv < prefix, (leaf[q] == leaf[kv]) & (leaf[q] >= 0)
+        return (in_prefix & (kv <= q)) | (same_leaf & (kv <= q)) | (in_prefix & (leaf[q] >= 0))
+
+    def ancestors(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (enter[kv] <= enter[q]) & (leave[q] <= leave[kv]) & (kv <= q)
+
+    return {"prefixes": prefixes, "ancestors": ancestors}
+
+
+# The nodes of a tree of texts, level by level: the parent and the number of tokens.
+TREE = [(-1, 200), (0, 100), (0, 150), (1, 80), (1, 94), (2, 200), (2, 200)]
+
+
+def tree_of_verl() -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return when a walk through TREE enters and leaves the node of each token, its leaf or -1, and the tokens before
+    all leaves.
+    """
+    enter, leave, clock = [0] * len(TREE), [0] * len(TREE), 0
+
+    def visit(node: int) -> None:
+        nonlocal clock
+        enter[node], clock = clock, clock + 1
+        for child in (n for n, (parent, _) in enumerate(TREE) if parent == node):
+            visit(child)
+        leave[node], clock = clock, clock + 1
+
+    visit(0)
+    parents = {parent for parent, _ in TREE}
+    leaves = [-1 if node in parents else node for node in range(len(TREE))]
+    counts = torch.tensor([count for _, count in TREE])
+    of_tokens = (torch.repeat_interleave(torch.tensor(x), counts) for x in (enter, leave, leaves))
+    return *of_tokens, sum(count for node, (_, count) in enumerate(TREE) if node in parents)
 
 
 def transformers() -> dict[str, Function]:
@@ -135,8 +191,27 @@ def transformers() -> dict[str, Function]:
 
 
 def diffusers() -> dict[str, Function]:
+    """Of 0.42: masks of its dispatcher, models/transformers/transformer_kandinsky6_sr.py (sliding_tile_mask, of blocks
+    of 64 tokens) and transformer_anyflow_far.py (_build_causal_mask of noised and clean frames).
+    """
     padding, text = torch.rand(BATCH, LENGTH) < 0.9, torch.tensor([77, 50])
+    half, frames = LENGTH // 2, (torch.arange(LENGTH) % (LENGTH // 2) // 64).float()
+
+    def sliding_tiles(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """4 frames of 2 x 2 blocks, of which those nearby are visible: 3 frames, 3 x 1 blocks."""
+        axes = [(i // 256, i // 128 % 2, i // 64 % 2) for i in (q, kv)]
+        near = [(x - y).abs() <= window // 2 for x, y, window in zip(*axes, (3, 3, 1), strict=True)]
+        return functools.reduce(operator.and_, near)
+
+    def noised_and_clean(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        same, not_later = frames[q] == frames[kv], frames[q] >= frames[kv]
+        q_is_noise, kv_is_noise = q < half, kv < half
+        hidden = (~q_is_noise & kv_is_noise) | (q_is_noise & kv_is_noise & ~same) | (q_is_noise & ~kv_is_noise & same)
+        return not_later & ~hidden
+
     return {
+        "sliding tiles": sliding_tiles,
+        "noised and clean frames": noised_and_clean,
         "key padding": lambda b, h, q, kv: padding[b, kv],
         "padding of both": lambda b, h, q, kv: padding[b, q] & padding[b, kv],
         "text and image": lambda b, h, q, kv: (kv < text[b]) | (kv >= 128),
@@ -164,5 +239,6 @@ LIBRARIES: dict[str, Callable[[], dict[str, Function]]] = {
     "torchtitan": torchtitan,
     "transformers": transformers,
     "diffusers": diffusers,
+    "verl": verl,
     "torch": torch_documentation,
 }

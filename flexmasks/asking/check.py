@@ -62,7 +62,7 @@ class Finding(NamedTuple):
     pair: Pair | None = None
 
     def __str__(self) -> str:
-        at = "" if self.pair is None else f", as at b, h, q, kv = {', '.join(map(str, self.pair))}"
+        at = "" if self.pair is None else f", as at (b, h, q, kv) = {self.pair}"
         return f"{self.severity}: {self.kind}: {self.words}{at}"
 
 
@@ -135,7 +135,7 @@ def check(
     Example:
         >>> import flexmasks
         >>> flexmasks.check(lambda b, h, q, kv: q - kv <= 4, 1024, forbid="sees the future")
-        error: sees the future: 1,023 of 1,024 rows see later keys, as at b, h, q, kv = 0, 0, 0, 1
+        error: sees the future: 1,023 of 1,024 rows see later keys, as at (b, h, q, kv) = (0, 0, 0, 1)
         >>> assert not flexmasks.check("causal", 1024).errors
     """
     forbidden = [_kind(name) for name in ([forbid] if isinstance(forbid, str) else forbid)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast, overload
-
-from torch import Tensor
+from typing import Any, Literal, overload
 
 from flexmasks.asking.picture import ComparedPicture, compared_picture
 from flexmasks.asking.proofs import Limits, Proof, over_all
 from flexmasks.asking.subject import Subject, Subjects, sizes_of, subject_of, takes
-from flexmasks.extend import Alignment, MaskOverLengths, as_number, says_what_to_write
+from flexmasks.extend import Alignment, MaskOverLengths, says_what_to_write
 from flexmasks.pictures.cells import short
 
 _CALL = "flexmasks.compare"
@@ -162,19 +160,17 @@ def compare(
     of_b = {name: value for name, value in params.items() if takes(b, name)}
     of_a = {name: value for name, value in params.items() if takes(a, name) or name not in of_b}
     if lengths is not None or parameters is not None:
-        given = q_len, kv_len, batch, heads, q_offset
-        if lengths != "all" or any(x is not None for x in given):
+        others = q_len, kv_len, batch, heads, q_offset
+        if lengths != "all" or any(x is not None for x in others):
             raise ValueError(
                 f'{_CALL}: lengths="all" and `parameters` are for all lengths, batch elements, heads and offsets: pass '
-                f"no `q_len`, `kv_len`, `batch`, `heads` or `q_offset`, got lengths={lengths!r} and {given}."
+                f"no `q_len`, `kv_len`, `batch`, `heads` or `q_offset`, got lengths={lengths!r} and {others}."
             )
         return over_all(_CALL, (a, of_a), (b, of_b), parameters or {}, compare)
     subjects = subject_of(a, of_a), subject_of(b, of_b)
-    q_len, kv_len, batch, heads = map(as_number, (q_len, kv_len, batch, heads))
-    sizes = sizes_of(_CALL, *subjects, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
-    if sizes["batch"] is None and (isinstance(q_offset, list | tuple) or getattr(q_offset, "ndim", 0) > 0):
-        sizes["batch"] = len(cast(Tensor, q_offset))
-    masks = [subject.over(_CALL, **sizes, q_offset=q_offset) for subject in subjects]
+    given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "q_offset": q_offset}
+    sizes = sizes_of(_CALL, *subjects, **given)
+    masks = [subject.over(_CALL, **sizes) for subject in subjects]
     found, notes = masks[0].difference(masks[1]), []
     for name, subject, mask in zip("ab", subjects, masks, strict=True):
         if subject.function is not None:

@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask, Plan, get_mask
-from flexmasks.extend import MaskLike, MaskOverLengths, define, definition, from_arguments, implied_size, shown_by
+from flexmasks.extend import (
+    MaskLike,
+    MaskOverLengths,
+    as_number,
+    define,
+    definition,
+    from_arguments,
+    implied_size,
+    shown_by,
+)
 
 Subjects = MaskLike | Sequence[MaskLike] | Plan | BlockMask
 _SIZES = ("q_len", "kv_len", "batch", "heads")
@@ -71,6 +80,7 @@ def takes(given: Subjects, name: str) -> bool:
 
 def sizes_of(call: str, *subjects: Subject, **lengths: Any) -> dict[str, Any]:
     """Return lengths with what subjects know in place of None. Raises ValueError where they are for other lengths."""
+    lengths |= {name: as_number(lengths.get(name)) for name in _SIZES}
     for subject in subjects:
         for name, own in subject.sizes.items():
             if own is not None and lengths.get(name) not in (None, own):
@@ -81,4 +91,7 @@ def sizes_of(call: str, *subjects: Subject, **lengths: Any) -> dict[str, Any]:
     for name, dimension in (("batch", "B"), ("heads", "H")):
         if lengths.get(name) is None:
             lengths[name] = next((n for subject in subjects if (n := implied_size(subject.mask, dimension))), None)
+    q_offset: Any = lengths.get("q_offset")
+    if lengths["batch"] is None and (isinstance(q_offset, list | tuple) or getattr(q_offset, "ndim", 0) > 0):
+        lengths["batch"] = len(q_offset)
     return lengths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from findings_oracle import verify
 from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
 from helpers import THREE_OF_EACH, arguments, label, try_examples
 from oracles import Case, dense, offsets
@@ -18,55 +18,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
-from flexmasks import Findings, check
+from flexmasks import check
 from flexmasks.asking.check import KINDS
 from flexmasks.blocks import limits, queries
 from flexmasks.extend import implied_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Function = Callable[..., Tensor]
-
-
-# --- an oracle ---
-
-
-def shown_by(seen: Tensor, starts: list[int], ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the pairs that show each kind of finding, of a mask [B, H, Q, KV]. Its queries start at `starts`, by batch
-    element, and `ids` are the documents of positions.
-    """
-    batch, _, q_len, kv_len = seen.shape
-    q = torch.tensor(starts).expand(batch)[:, None, None, None] + torch.arange(q_len)[:, None]
-    kv = torch.arange(kv_len)
-    pairs = {
-        "sees the future": seen & (kv > q),
-        "does not see itself": ~seen & (kv == q),
-        "sees nothing": ~seen.any(3, keepdim=True),
-        "seen by nobody": ~seen.any(2, keepdim=True),
-        "differs by batch element": seen ^ seen[:1],
-        "differs by head": seen ^ seen[:, :1],
-    }
-    if ids is not None:
-        b = torch.arange(batch)[:, None, None, None]
-        rows = ids.expand(batch, -1)
-        pairs["crosses a document"] = seen & (rows[b, q] != rows[b, kv])
-    return {kind: found.expand(seen.shape) for kind, found in pairs.items()}
-
-
-def verify(found: Findings, seen: Tensor, starts: list[int], ids: Tensor | None = None) -> None:
-    """Check that findings are all that is true of a mask [B, H, Q, KV], each with a pair that shows it."""
-    for kind, pairs in shown_by(seen, starts, ids).items():
-        finding = found.of(kind)
-        assert (finding is not None) == bool(pairs.any()), (kind, found)
-        if finding is not None:
-            assert finding.pair is not None
-            assert pairs[finding.pair], finding
-            of_what = pairs.all(2) if kind == "seen by nobody" else pairs.any(3)  # keys or rows
-            count, total = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+", finding.words)[:2])
-            assert count * of_what.numel() == total * int(of_what.sum()), finding
-    for kind, n, other in (("ignores b", 0, "differs by batch element"), ("ignores h", 1, "differs by head")):
-        assert (found.of(kind) is not None) == (seen.shape[n] > 1 and found.of(other) is None)
-    nothing = found.of("sees nothing")
-    assert (nothing is not None and nothing.severity == "error") == (not seen.any())
 
 
 # --- true findings ---
@@ -283,7 +241,7 @@ def test_findings_are_errors_if_they_are_forbidden() -> None:
     note = check("full", 8).of("sees the future")
     assert note is not None
     assert note.severity == "note"
-    assert str(note) == "note: sees the future: 7 of 8 rows see later keys, as at b, h, q, kv = 0, 0, 0, 1"
+    assert str(note) == "note: sees the future: 7 of 8 rows see later keys, as at (b, h, q, kv) = (0, 0, 0, 1)"
     for forbidden in ("sees the future", "sees-the-future", ["ignores_h", "sees the future"]):
         assert [f.kind for f in check("full", 8, forbid=forbidden).errors] == ["sees the future"]
     with pytest.raises(
@@ -314,7 +272,7 @@ def test_where_queries_start() -> None:
     window = flexmasks.get_mask("local", left=3, right=1)
     for offset in (5, "last", torch.tensor([5, 2])):
         starts = offset.tolist() if isinstance(offset, Tensor) else [5]
-        found = check(window, 7, 12, batch=len(starts), q_offset=offset)
+        found = check(window, 7, 12, q_offset=offset)
         seen = flexmasks.dense_mask(window, 7, 12, batch=len(starts), q_offset=offset)
         verify(found, seen.expand(len(starts), 1, 7, 12), starts)
     few = lambda b, h, q, kv: (q < 12) & (kv < 5)  # noqa: E731

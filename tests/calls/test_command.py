@@ -317,7 +317,7 @@ class Model:
         ("mine:next_token --length 16", 1, "error: reads behind the end: 1 of 16 rows read past the end of the global"),
         ("mine:causal --length 16 --document-ids mine:ids", 1, "error: crosses a document: 6 of 16 rows see keys"),
         ("mine:Model.mask --length 16 --document-ids mine:ids", 0, "nothing found"),
-        ("mine:causal --length 2 --document-ids [0,1]", 1, "as at b, h, q, kv = 0, 0, 1, 0"),
+        ("mine:causal --length 2 --document-ids [0,1]", 1, "as at (b, h, q, kv) = (0, 0, 1, 0)"),
         ("mine:window --length 16 --window 4 --heads 2", 0, "note: recompiles: `window` = 4"),
         ("mine:causal --length 4 --kv-length 8 --q-offset last --forbid sees-the-future", 0, "nothing found"),
         ("full --length 8 --forbid sees-the-future --forbid recompiles", 1, "error: sees the future: 7 of 8 rows"),

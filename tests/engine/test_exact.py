@@ -13,6 +13,9 @@ _AS_BITS = {
     ("attention-gym", "documents"): NEGATIVE,
     ("attention-gym", "paged"): OVERFLOW,
     ("torch", "jagged"): NEGATIVE,
+    ("torchtitan", "starts of documents"): NEGATIVE,
+    ("torchtitan", "causal inside documents"): NEGATIVE,
+    ("diffusers", "noised and clean frames"): "kernels are not known to compute `eq` of float32 as Python does",
     ("attention-gym", "flamingo"): WHOLE,
 }
 _NOT_ON_FLASH = {
