@@ -22,7 +22,6 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -111,6 +110,9 @@ def pages() -> Iterator[tuple[str, str]]:
             text = notebook_pages.page(json.loads(text))
         elif file.endswith(".py"):
             text = _recipe(text)
+        if name.startswith("results/"):
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{plots.of_page(Path(name).stem)}\n{rest}"
         if file != "README.md":
             yield name, linked(text, file, name, places)
     home = str(HERE.relative_to(ROOT) / "home.md")
@@ -118,7 +120,6 @@ def pages() -> Iterator[tuple[str, str]]:
     rest = (ROOT / home).read_text(encoding="utf-8")
     yield "index.md", linked(first, "README.md", "index.md", places) + linked(rest, home, "index.md", places)
     yield from gallery.pages()
-    yield "results/plots.md", plots.page()
     for module in MODULES:
         yield f"reference/{module}.md", _reference(module)
     yield "style.css", _style()
@@ -168,36 +169,22 @@ def stale() -> Iterator[str]:
 
 def broken(site: Path) -> list[str]:
     """Return a line for each link of built pages that leads nowhere, and for all that another server would give."""
-    parsed = {file.resolve(): _Page(file.read_text(encoding="utf-8")) for file in site.rglob("*.html")}
+    texts = {file.resolve(): file.read_text(encoding="utf-8") for file in site.rglob("*.html")}
+    ids = {file: set(re.findall(r"\s(?:id|name)=[\"']?([^\"'\s>]+)", text)) for file, text in texts.items()}
     wrong = []
-    for file, page in parsed.items():
-        for tag, address in page.addresses:
+    for file, text in texts.items():
+        for tag, address in set(re.findall(r"<(\w+)\s(?:[^<>]*\s)?(?:href|src)=[\"']?([^\"'\s>]+)", text)):
             path, _, anchor = address.partition("#")
             there = (file.parent / unquote(path)).resolve() if path else file
             if re.match(r"[a-z]+:|//", address):
                 outside = tag != "a" and not address.startswith("data:")
                 wrong += [f"{file.name} asks another server: {address}"] if outside else []
-            elif not there.is_file() or (anchor and there in parsed and unquote(anchor) not in parsed[there].ids):
+            elif not there.is_file() or (anchor and unquote(anchor) not in ids.get(there, anchor)):
                 wrong.append(f"{file.relative_to(site.resolve())}: {address} leads nowhere")
     for file in site.rglob("*.css"):
         if re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", file.read_text(encoding="utf-8")):
             wrong.append(f"{file.name} asks another server")
-    return wrong
-
-
-class _Page(HTMLParser):
-    """The ids of a page, and the addresses that its tags name."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.addresses: list[tuple[str, str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.ids.update(given[name] for name in ("id", "name") if name in given)
-        self.addresses += [(tag, given[name]) for name in ("href", "src") if given.get(name)]
+    return sorted(wrong)
 
 
 def _places() -> dict[str, str]:

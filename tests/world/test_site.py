@@ -26,6 +26,7 @@ import test_readme
 import build
 import flexmasks
 import gallery
+import plots
 from flexmasks.spec.definitions import is_by_library
 
 pytestmark = pytest.mark.xdist_group("site")  # it is built once
@@ -33,7 +34,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("c
 PAGES = (
     "index.html", "start.html", "which_mask.html", "gallery/index.html", "gallery/masks/natten.html",
     "guides/decoding.html", "guides/slow.html",
-    "coming_from/flex_attention.html", "notebooks/02_block_sparsity.html", "results/plots.html",
+    "coming_from/flex_attention.html", "notebooks/02_block_sparsity.html", "results/attention.html",
     "results/registry.html", "reference/flexmasks.html",
 )  # fmt: skip
 
@@ -44,8 +45,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(os.environ["SITE"]) / flexmasks.__version__
     for needed in ("zensical", "mkdocstrings", "matplotlib"):
         pytest.importorskip(needed, reason="the site needs the extra `docs`")
-    with pytest.MonkeyPatch.context() as patch:  # long pictures take half of the time
+    with pytest.MonkeyPatch.context() as patch:  # long pictures and all plots take half of the time
         patch.setattr(gallery, "LONGER", {"mask": (512, 1024), "score": (128, 256)})
+        patch.setattr(plots, "PLOTS", plots.PLOTS[:2])
         return build.build(tmp_path_factory.mktemp("site"))
 
 
@@ -60,6 +62,20 @@ def test_it_is_built(site: Path) -> None:
                 assert html.escape(entry.signature, quote=False) in text.replace("&quot;", '"')
     found = {item["location"] for item in json.loads((site / "search.json").read_text())["items"]}
     assert {"gallery/masks/natten.html", "guides/slow.html", "notebooks/01_first_steps.html"} <= found
+
+
+def test_plots_show_what_was_measured(site: Path) -> None:
+    text = (site / "results/attention.html").read_text()
+    rows = json.loads((build.ROOT / "recipes/results/attention_gpu.json").read_text())["rows"]
+    (row,) = (r for r in rows if (r["case"], r["shape"], r["who"]) == ("causal", "16x16x8192x128", "flexmasks"))
+    assert f">{row['forward_tflops']:.0f}</text>" in text
+    assert f">{row['backward_tflops']:.0f}</text>" in text
+    pages = {file.stem for file in plots.RESULTS.glob("*.md")}
+    for plot in plots.PLOTS:
+        assert plot.page in pages
+        groups = [bars for _, bars, _ in plots.groups(plot)]
+        assert all(plot.who[0] in bars for bars in groups), plot.title
+        assert any(len(bars) > 1 for bars in groups), plot.title
 
 
 NAMES = [(module, name) for module in build.MODULES for name in build.public_names(module)]
