@@ -151,7 +151,7 @@ class Kernel:
         """Wait for values on which forms of new tensors rest, and raise Unfit for others. A call does it by itself."""
 
     def starts(self, forms: tuple[Any, ...]) -> Tensor | None:
-        """Return where sequences of queries start, end to end in all rows, int32 [N + 1], or None if each row is one."""
+        """Return where sequences of queries start, end to end in all rows, int32 [N + 1], None if each row is one."""
         return None
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:

@@ -17,7 +17,7 @@ import importlib.util
 import itertools
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def gradients(
     """The gradients of out, lse and sinks, for the operator."""
     given = d_new_out, d_new_lse, out, lse, sinks
     found = _launched("gradients", *given, (True, True, False)) if _fits(out, lse, sinks) else None
-    d_out, d_lse, _ = _plain_gradients(*given) if found is None else found
+    d_out, d_lse, _ = cast("tuple[Tensor, ...]", _plain_gradients(*given) if found is None else found)
     # The shares of keys and of a sink add up to 1.
     to_sink = torch.where(sinks[:, None] == -math.inf, 0.0, d_new_lse - d_lse)
     heads, queries = to_sink.shape[-2:]
@@ -87,7 +87,7 @@ def gradients(
     if starts is None:
         starts = torch.arange(0, to_sink.shape[1] + 1, queries, dtype=torch.int32, device=out.device)
     d_sinks = _launched("sum_in_sequences", to_sink, starts, sinks.dtype) if _fits(out, lse, sinks) else None
-    return d_out, d_lse, _plain_sum(to_sink, starts, sinks.dtype) if d_sinks is None else d_sinks  # type: ignore[return-value]
+    return d_out, d_lse, _plain_sum(to_sink, starts, sinks.dtype) if d_sinks is None else d_sinks
 
 
 # --- the Triton kernels ---
