@@ -272,7 +272,7 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
         x.index_select(0, pages.flatten()).view(len(q), cache.room, *x.shape[2:]).transpose(1, 2)
         for x in (cache.k, cache.v)
     )
-    return attend(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens)))
+    return attend(q, k, v, request._replace(mask=request.mask & get_mask("padding", kv_lens=cache.kv_lens)))
 
 
 def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
@@ -344,7 +344,7 @@ def _run_in_pages(q: Tensor, cache: _Cache, request: Request) -> tuple[Result, P
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], cache.room, x.shape[3]), (0, 0, 0, 1)) for x in (cache.k, cache.v))
     are_last = request.q_offset is None
-    own = request._replace(mask=request.mask & get_mask("padding", seq_lens=cache.kv_lens))
+    own = request._replace(mask=request.mask & get_mask("padding", kv_lens=cache.kv_lens))
     planned = _planned_at_end(q, k, v, own, cache.kv_lens) if are_last else plan_call(q, k, v, own)
     band = band_of(cast(Mask, request.mask), unread(planned.plans.mask.size, cache.kv_lens))
     band = None if band is None or band.sequences is not None else band

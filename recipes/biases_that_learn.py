@@ -58,7 +58,7 @@ def triangle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, residues: Tensor) ->
     """Attend by flexmasks; `residues` holds the length of each protein."""
     count = q.shape[2]
     lens = residues.repeat_interleave(count)
-    return flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score="pair_bias", bias=bias, group=count)
+    return flexmasks.attention(q, k, v, mask="padding", kv_lens=lens, score="pair_bias", bias=bias, group=count)
 
 
 def triangle_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, residues: Tensor) -> Tensor:

@@ -359,7 +359,7 @@ def test_what_padded_queries_give() -> None:
     kept = (torch.arange(100) < lens[:, None]).int()
     averages = F.scaled_dot_product_attention(q[1, :, 60:], k[1, :, :60], v[1, :, :60])
     for mask in (
-        flexmasks.get_mask("padding", seq_lens=lens),
+        flexmasks.get_mask("padding", kv_lens=lens),
         flexmasks.get_mask("key_padding", attention_mask=kept),
         flexmasks.get_mask("causal") & flexmasks.get_mask("key_padding", attention_mask=kept),
     ):

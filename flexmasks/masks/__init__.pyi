@@ -418,11 +418,11 @@ def natten3d(
 
 def padding(
     *,
-    seq_lens: Tensor | NDArray[Any] | Sequence[int],
+    kv_lens: Tensor | NDArray[Any] | Sequence[int],
 ) -> Mask:
-    """Every query sees the first `seq_lens[b]` keys; the keys after them are padding.
+    """Every query sees the first `kv_lens[b]` keys; the keys after them are padding.
 
-    seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
+    kv_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
     """
 
 def prefix_lm(

@@ -7,11 +7,11 @@ from flexmasks.spec import register_mask
 Marks = Annotated[Tensor, "bool[B, KV] | int[B, KV] in 0..1"]
 
 
-@register_mask(example=lambda length: {"seq_lens": [length * 3 // 4]})
-def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B] in 0..KV"]) -> Tensor:
-    """Every query sees the first `seq_lens[b]` keys; the keys after them are padding.
+@register_mask(example=lambda length: {"kv_lens": [length * 3 // 4]})
+def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, kv_lens: Annotated[Tensor, "int[B] in 0..KV"]) -> Tensor:
+    """Every query sees the first `kv_lens[b]` keys; the keys after them are padding.
 
-    seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
+    kv_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
 
     Source: the key padding mask of torch.nn.MultiheadAttention, which marks the hidden keys instead.
     Peers: FlashAttention cache_seqlens, seqused_k; Hugging Face's [B, S] masks of ones and zeros are `key_padding`;
@@ -20,7 +20,7 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
         BlockDiagonalCausalWithOffsetGappyKeysMask; with a window xformers BlockDiagonalLocalAttentionPaddedKeysMask,
         BlockDiagonalCausalLocalAttentionPaddedKeysMask and BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask.
     """
-    return kv < seq_lens[b]
+    return kv < kv_lens[b]
 
 
 @register_mask(example=lambda length: {"attention_mask": [[i >= length // 4 for i in range(length)]]})

@@ -150,8 +150,8 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     lens: Tensor | None = None
     for part in mask.params["masks"] if mask._definition is AND else (mask,):
         if part._definition.by_library and part.name == "padding":
-            given = part._checked(size)["seq_lens"]
-            if lens is not None or given is not part.params["seq_lens"]:
+            given = part._checked(size)["kv_lens"]
+            if lens is not None or given is not part.params["kv_lens"]:
                 return None
             lens = given
         else:

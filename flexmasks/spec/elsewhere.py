@@ -27,6 +27,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "max_seqlen": ("max_length",),
     **dict.fromkeys(("block_table", "block_tables", "page_indices"), ("page_table",)),
     **dict.fromkeys(("seqused_k", "cache_seqlens", "context_lens"), ("kv_lens",)),
+    "seq_lens": ("kv_lens",),  # of keys alone
+    "kv_lens": ("seq_lens",),  # of queries and keys
     # parameters of masks and scores
     "window_size": ("window", "left=..., right=...", "kernel"),
     "sliding_window": ("window=sliding_window - 1",),

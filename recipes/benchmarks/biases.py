@@ -54,7 +54,7 @@ def _ways(case: Case, device: torch.device) -> dict[str, Callable[..., Tensor]]:
     hidden = torch.arange(case.length, device=device) >= lens[:, None, None, None]
 
     def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        mask: Any = {"mask": "padding", "seq_lens": lens} if case.padded else {}
+        mask: Any = {"mask": "padding", "kv_lens": lens} if case.padded else {}
         out: Tensor = attention(q, k, v, score=get_score("pair_bias", bias=bias), **mask)
         return out
 

@@ -135,7 +135,7 @@ def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) ->
     q = torch.randn(3, 4, 1, 64, device=device).to(dtype)
     k, v = torch.randn(2, 3, 2, 200, 64, device=device).to(dtype)
     seq_lens = torch.tensor([200, 70, 1], device=device)
-    arguments: dict[str, Any] = {"mask": "padding", "seq_lens": seq_lens, "backend": backend}
+    arguments: dict[str, Any] = {"mask": "padding", "kv_lens": seq_lens, "backend": backend}
     clean = flexmasks.attention(q, k, v, **arguments)
     real = torch.arange(200, device=device) < seq_lens[:, None]
     want, _ = attend(*(x.double().cpu() for x in (q, k, v)), real.cpu()[:, None, None])
@@ -324,7 +324,7 @@ def masks(draw: st.DrawFn, batch: int, length: int) -> flexmasks.Mask:
             ids = torch.arange(length) // steps
             return flexmasks.get_mask(name, document_ids=ids if draw(st.booleans()) else ids.flip(0))
         case "padding":
-            return flexmasks.get_mask(name, seq_lens=integers(1, batch))
+            return flexmasks.get_mask(name, kv_lens=integers(1, batch))
         case "own":
             n, r = draw(st.integers(1, 5)), draw(st.integers(0, 4))
             return flexmasks.get_mask(lambda b, h, q, kv: (q + h) % n != (kv + r) % n)
@@ -380,7 +380,7 @@ def test_compositions_compiled_cpu() -> None:
 def test_a_composition_compiled_cpu() -> None:
     prefixes = flexmasks.get_mask("prefix_lm", prefix_len=torch.tensor([300, 0]))
     documents = flexmasks.get_mask("document", document_ids=torch.arange(400) // 90)
-    padding = flexmasks.get_mask("padding", seq_lens=torch.tensor([390, 1]))
+    padding = flexmasks.get_mask("padding", kv_lens=torch.tensor([390, 1]))
     own = flexmasks.get_mask(lambda b, h, q, kv: (q + h) % 3 != (kv + 1) % 3)
     _check(((documents | prefixes) & ~own & padding, (2, 4, 2, 200, 400), torch.tensor([200, 7])), 24, "flex")
 
@@ -837,7 +837,7 @@ def test_a_block_mask_of_unknown_extent_is_refused(name: str) -> None:
         assert build(mask, 200, **{name: 3}).shape[name == "heads"] == 3
         with pytest.raises(ValueError, match="pass `batch`"):
             build(lambda b, h, q, kv: keep[b, kv], 200)
-        assert build("padding", 200, seq_lens=[3, 4]).shape[0] == 2
+        assert build("padding", 200, kv_lens=[3, 4]).shape[0] == 2
         assert build("causal", 200).shape[:2] == (1, 1)
 
 
@@ -941,9 +941,9 @@ def test_lists_are_inputs_of_the_kernel_too() -> None:
     q, k, v = torch.randn(3, 2, 2, 130, 16)
     graphs = set()
     for n in (3, 50, 130):
-        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=[n, 130], backend="flex")
+        out = flexmasks.attention(q, k, v, mask="padding", kv_lens=[n, 130], backend="flex")
         graphs.add(counters["stats"]["unique_graphs"])
-        want = flexmasks.attention(q, k, v, mask="padding", seq_lens=torch.tensor([n, 130]), backend="reference")
+        want = flexmasks.attention(q, k, v, mask="padding", kv_lens=torch.tensor([n, 130]), backend="reference")
         assert torch.allclose(out, want, atol=1e-5)
     assert len(graphs) == 1
 
@@ -1625,7 +1625,7 @@ def test_what_masks_read_made_inside_torch_func_grad(kind: str, length: int, cap
             return (q >= kv) & (halves[b, kv] > 5.0)
 
         arguments: dict[str, dict[str, Any]] = {
-            "padding": {"mask": "padding", "seq_lens": numbers[:, -1]},
+            "padding": {"mask": "padding", "kv_lens": numbers[:, -1]},
             "documents": {"mask": "document", "document_ids": numbers},
             "own function": {"mask": own},
             "of floats": {"mask": of_floats},

@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "seq_lens a string": (grouped("3"), "got '3' (str)"),
     "seq_lens ragged": (grouped([[1], [2, 3]]), "a sequence that cannot be made a tensor"),
     "seq_lens empty": (grouped([]), "got int64[0]"),
-    "padding beyond KV": (masked("padding", seq_lens=LONG), "must be int[B] in 0..KV (here B=2, KV=64), got values"),
+    "padding beyond KV": (masked("padding", kv_lens=LONG), "must be int[B] in 0..KV (here B=2, KV=64), got values"),
     "document_ids too short": (masked("document", document_ids=[0] * 63), "`document_ids` must be int[S] | int[B, S]"),
     "document_ids rank 3": (
         masked("document", document_ids=torch.zeros(1, 2, 64, dtype=torch.int64)),
@@ -391,7 +391,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "(1, 1, 64, 32)",
     ),
     "block_mask of other batch": (
-        masked(block_mask=flexmasks.block_mask("padding", 64, seq_lens=[1, 2, 3])),
+        masked(block_mask=flexmasks.block_mask("padding", 64, kv_lens=[1, 2, 3])),
         "make it with flexmasks.block_mask(mask, 64, 64, batch=2, heads=4)",
     ),
     "block_mask of other heads": (
@@ -406,7 +406,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "q_len float": (blocks_of("causal", q_len=3.0), "got 3.0"),
     "kv_len negative": (blocks_of("causal", kv_len=-3), "`kv_len` must be"),
     "batch 0": (blocks_of("causal", batch=0), "`batch` must be"),
-    "batch unlike the parameters": (blocks_of("padding", batch=3, seq_lens=[1, 2]), "(here B=3, KV=64), got int64[2]"),
+    "batch unlike the parameters": (blocks_of("padding", batch=3, kv_lens=[1, 2]), "(here B=3, KV=64), got int64[2]"),
     "block_size 0": (blocks_of("causal", block_size=0), "`block_size` must be an int above 0 or a pair, got 0"),
     "block_size of three": (blocks_of("causal", block_size=(1, 2, 3)), "got (1, 2, 3)"),
     "dense_mask": (lambda: flexmasks.dense_mask("causal", 4, q_offset=-1), "flexmasks.dense_mask: `q_offset` must be"),
@@ -697,17 +697,17 @@ PLACES: dict[str, Callable[[Any], Any]] = {
             "return_max", "backend", "kernel_options",
         )
     },
-    "a length": lambda x: flexmasks.attention(Q, K, V, mask="padding", seq_lens=x),
+    "a length": lambda x: flexmasks.attention(Q, K, V, mask="padding", kv_lens=x),
     "a window": lambda x: flexmasks.attention(Q, K, V, mask="sliding_window", window=x),
     "a table": lambda x: flexmasks.attention(Q[:, :, :9], K, V, mask="dense", visible=x),
     "a cap": lambda x: flexmasks.attention(Q, K, V, score="softcap", cap=x),
     "of a mask's function": lambda x: flexmasks.attention(Q, K, V, mask=lambda b, h, q, kv: x[q] > 0),
     "of a score's function": lambda x: flexmasks.attention(Q[:, :, :9], K, V, score=lambda s, b, h, q, kv: s + x[q]),
-    "explain": lambda x: flexmasks.explain(Q, K, V, mask="padding", seq_lens=x),
+    "explain": lambda x: flexmasks.explain(Q, K, V, mask="padding", kv_lens=x),
     "explain return_max": lambda x: flexmasks.explain(Q, K, V, return_max=x),
-    "plan": lambda x: flexmasks.plan("padding", 64, seq_lens=x),
+    "plan": lambda x: flexmasks.plan("padding", 64, kv_lens=x),
     "plan q_offset": lambda x: flexmasks.plan("causal", 64, q_offset=x),
-    "block_mask": lambda x: flexmasks.block_mask("padding", 64, seq_lens=x),
+    "block_mask": lambda x: flexmasks.block_mask("padding", 64, kv_lens=x),
     "block_mask q_offset": lambda x: flexmasks.block_mask("causal", 64, q_offset=x),
     **{
         f"varlen {name}": lambda x, name=name: flexmasks.varlen_attention(  # type: ignore[misc]
@@ -755,7 +755,7 @@ def test_wrong_return_max(wrong: Any) -> None:
 
 
 OF_VMAP: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "`seq_lens` of mask 'padding'": (PLACES["a length"], LENS),
+    "`kv_lens` of mask 'padding'": (PLACES["a length"], LENS),
     "`window` of mask 'sliding_window'": (PLACES["a window"], torch.tensor(3)),
     "the variable `x` of the function": (PLACES["of a mask's function"], torch.ones(64)),
     "`q_offset`": (lambda x: flexmasks.attention(Q[:, :, :9], K, V, mask="causal", q_offset=x), LENS),
@@ -934,7 +934,7 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_dense_mask_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = flexmasks.get_mask("padding", seq_lens=[50, 7]) & flexmasks.get_mask("causal")
+    mask = flexmasks.get_mask("padding", kv_lens=[50, 7]) & flexmasks.get_mask("causal")
     whole = flexmasks.dense_mask(mask, 67, 80, q_offset=0)
     for pairs in (1, 500, 1000, 5000):
         monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)

@@ -1164,7 +1164,7 @@ def test_a_captured_number_that_changes_is_never_stale() -> None:
     [
         ({"mask": "casual"}, "did you mean 'causal'"),
         ({"mask": "sliding_window"}, "needs `window`"),
-        ({"mask": "padding", "seq_lens": torch.zeros(3, dtype=torch.int64)}, "`seq_lens` must be int[B]"),
+        ({"mask": "padding", "kv_lens": torch.zeros(3, dtype=torch.int64)}, "`kv_lens` must be int[B]"),
         ({"mask": "causal", "q_offset": torch.zeros(3, dtype=torch.int64)}, "`q_offset` must be an int from 0"),
         (
             {"mask": "causal", "backend": "flex_flash"},
@@ -1687,7 +1687,7 @@ def _rows(n: int, parts: int = 8) -> Tensor:
 
 
 _OF_LENGTHS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "padding": lambda n: {"seq_lens": torch.tensor([n, n // 2])},
+    "padding": lambda n: {"kv_lens": torch.tensor([n, n // 2])},
     "grouped_tril": lambda n: {"seq_lens": torch.tensor([n, n // 2])},
     "prefix_lm": lambda n: {"prefix_len": torch.tensor([n // 3, 5])},
     "key_padding": lambda n: {"attention_mask": torch.arange(n) < torch.tensor([[n], [n // 2]])},

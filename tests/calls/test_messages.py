@@ -158,7 +158,7 @@ def test_names_of_scores_in_other_libraries() -> None:
         ({"window": 4}, "of the masks 'sliding_window', 'dilated_window'"),
         ({"mask": lambda b, h, q, kv: q >= kv, "document_ids": [0] * S}, "of the masks 'document'"),
         ({"mask": "causal", "table": Q}, "of the scores 'relative_bias'"),
-        ({"mask": "causal", "seq_lens": [3, 4]}, "of the masks 'grouped_tril', 'padding'"),
+        ({"mask": "causal", "seq_lens": [3, 4]}, "of the mask 'grouped_tril'"),
     ],
 )
 def test_parameters_without_their_mask(arguments: dict[str, Any], owner: str) -> None:
@@ -645,9 +645,9 @@ def test_advice_on_shapes_runs_when_pasted(kind: str) -> None:
     padding = torch.ones(B, 1, 1, S, dtype=torch.bool)
     assert "like this is m.flatten(0, -2)." in refused(mask="key_padding", attention_mask=padding)
     lengths = torch.tensor([3])
-    message = refused(mask="padding", seq_lens=lengths)
+    message = refused(mask="padding", kv_lens=lengths)
     assert "got int64[1]; a tensor `m` like this is m.expand(2)." in message
-    assert "like this" not in refused(mask="padding", seq_lens=torch.tensor([3, 4, 5]))
+    assert "like this" not in refused(mask="padding", kv_lens=torch.tensor([3, 4, 5]))
 
 
 def test_tensors_by_the_names_of_other_libraries() -> None:

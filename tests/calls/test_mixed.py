@@ -210,7 +210,7 @@ def test_every_mask(name: str) -> None:
     """Each registered mask, with tables and numbers of its example, or of the sequences."""
     of_sequences: dict[str, dict[str, Any]] = {
         "grouped_tril": {"seq_lens": torch.tensor([90, 100, 0, 70])},
-        "padding": {"seq_lens": torch.tensor([90, 100, 0, 70])},
+        "padding": {"kv_lens": torch.tensor([90, 100, 0, 70])},
         "key_padding": {"attention_mask": torch.rand(4, 160) < 0.7},
     }
     if name in of_sequences:

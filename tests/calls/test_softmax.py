@@ -323,7 +323,7 @@ def test_scores_of_other_dimensions(shape: tuple[int, ...], dtype: torch.dtype |
         lens = torch.tensor([5, 2, 3])
         visible = torch.arange(5) < lens[:, None, None]
         want = torch.softmax(x.masked_fill(~visible, -math.inf), -1)
-        torch.testing.assert_close(flexmasks.masked_softmax(x, mask="padding", seq_lens=lens), want)
+        torch.testing.assert_close(flexmasks.masked_softmax(x, mask="padding", kv_lens=lens), want)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

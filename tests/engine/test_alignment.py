@@ -92,7 +92,7 @@ def test_every_call(call: str) -> None:
     for word, number in (("first", 0), ("last", 39)):
         got, want = run(q, k, mask=causal, q_offset=word), run(q, k, mask=causal, q_offset=number)
         torch.testing.assert_close(got, want)
-    for mask in (flexmasks.get_mask("full"), flexmasks.get_mask("padding", seq_lens=[7])):
+    for mask in (flexmasks.get_mask("full"), flexmasks.get_mask("padding", kv_lens=[7])):
         assert said(lambda mask=mask: run(q, k, mask=mask))[1] == ""
     assert said(lambda: run(k, k, mask=causal))[1] == ""
     with pytest.raises(Exception, match="'first', 'last', an int"):

@@ -40,7 +40,7 @@ def of_offsets(window: int) -> Mask:
 
 MASKS: dict[str, Callable[[], Mask]] = {
     "document": lambda: get_mask("causal") & get_mask("document", document_ids=documents(LENGTH)),
-    "lengths": lambda: get_mask("padding", seq_lens=torch.randint(0, LENGTH, (BATCH,))),
+    "lengths": lambda: get_mask("padding", kv_lens=torch.randint(0, LENGTH, (BATCH,))),
     "packed": lambda: of_offsets(40),
     "number": lambda: get_mask("sliding_window", window=torch.randint(0, 300, ())),
     "lambda": lambda: get_mask(_of_ids(documents(LENGTH))),

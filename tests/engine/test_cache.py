@@ -345,7 +345,7 @@ def wrapped_library_function() -> Iterator[Any]:
 @attack
 def mask_mod_of_a_block_mask() -> Iterator[Any]:
     lengths = tensor(10, 20)
-    made = flexmasks.block_mask("padding", LENGTH, seq_lens=lengths, q_offset=tensor(0, 0)).mask_mod
+    made = flexmasks.block_mask("padding", LENGTH, kv_lens=lengths, q_offset=tensor(0, 0)).mask_mod
     for _ in range(2):
         yield made
         lengths.add_(30)
@@ -744,7 +744,7 @@ def test_registered_masks() -> None:
     assert outcome(lambda: call(seq_lens=lengths)) == "miss"
     assert outcome(lambda: call(seq_lens=lengths)) == "hit"
     assert outcome(lambda: call(seq_lens=lengths.clone())) == "miss"
-    assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
+    assert outcome(lambda: blocks("padding", kv_lens=lengths)) == "miss"
     assert outcome(lambda: call(seq_lens=lengths, q_offset=0)) == "hit"
     assert outcome(lambda: call(seq_lens=lengths, q_offset=1)) == "miss"
 
@@ -769,7 +769,7 @@ def test_attention_plans_once() -> None:
     lengths = tensor(30, 60)
 
     def call() -> None:
-        flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths, score="alibi", backend="reference")
+        flexmasks.attention(q, k, v, mask="padding", kv_lens=lengths, score="alibi", backend="reference")
 
     assert [outcome(call) for _ in range(3)] == ["miss", "none", "none"]
     assert flexmasks.cache_info()["plans"].parts["calls"].hits == 2
@@ -819,7 +819,7 @@ def test_parameters_that_look_alike_are_distinguished() -> None:
 
 def test_entries_die_with_their_tensors() -> None:
     lengths = tensor(30, 60)
-    blocks("padding", seq_lens=lengths)
+    blocks("padding", kv_lens=lengths)
     blocks(make_padding(lengths))
     blocks("renames_a_tensor", ends=lengths)
     blocks("causal")
@@ -833,7 +833,7 @@ def test_entries_die_with_their_tensors() -> None:
 
 def test_bare_calls_keep_no_tensors_alive() -> None:
     lengths = tensor(30, 60)
-    mask = flexmasks.get_mask("padding", seq_lens=lengths)
+    mask = flexmasks.get_mask("padding", kv_lens=lengths)
     create_block_mask(mask, 2, 1, LENGTH, LENGTH, device="cpu")
     alive = weakref.ref(lengths)
     del lengths, mask
@@ -967,16 +967,16 @@ def test_inference_tensors_are_right_and_cached_if_small(most: int, monkeypatch:
         if increase:
             with torch.inference_mode():
                 lengths.add_(increase)
-        want = blocks("padding", seq_lens=(lengths + 0).tolist())
+        want = blocks("padding", kv_lens=(lengths + 0).tolist())
         before = flexmasks.cache_info()["plans"].parts["blocks"].entries
-        assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
-        assert torch.equal(blocks("padding", seq_lens=lengths), want)
+        assert outcome(lambda: blocks("padding", kv_lens=lengths)) == "miss"
+        assert torch.equal(blocks("padding", kv_lens=lengths), want)
         assert torch.equal(blocks(lambda b, h, q, kv: kv < lengths[b]), want)
         assert most or flexmasks.cache_info()["plans"].parts["blocks"].entries == before
-        assert outcome(lambda: blocks("padding", seq_lens=lengths)) == ("hit" if most else "miss")
+        assert outcome(lambda: blocks("padding", kv_lens=lengths)) == ("hit" if most else "miss")
         q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
-        out = flexmasks.attention(q.requires_grad_(), k, v, mask="padding", seq_lens=lengths, backend="reference")
-        same = flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths.tolist(), backend="reference")
+        out = flexmasks.attention(q.requires_grad_(), k, v, mask="padding", kv_lens=lengths, backend="reference")
+        same = flexmasks.attention(q, k, v, mask="padding", kv_lens=lengths.tolist(), backend="reference")
         assert torch.equal(out, same)
         out.sum().backward()
 
@@ -990,7 +990,7 @@ def scaled(
 
 def test_inference_then_training() -> None:
     q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
-    mask = flexmasks.get_mask("padding", seq_lens=[30, 60])
+    mask = flexmasks.get_mask("padding", kv_lens=[30, 60])
 
     def call(x: Tensor) -> Any:
         both = {"mask": lambda b, h, q, kv: mask(b, h, q, kv), "score": "scaled", "factors": [0.5]}
@@ -1027,8 +1027,8 @@ def test_threads() -> None:
                 if not torch.equal(flexmasks.attention(q, k, v, backend="reference", **cases[n]), want[n]):
                     failures.append(f"case {n}")
                 lengths = tensor(number * 8 + 1)
-                seen = flexmasks.dense_mask("padding", LENGTH, seq_lens=lengths)
-                made = flexmasks.block_mask("padding", LENGTH, seq_lens=lengths, block_size=1)
+                seen = flexmasks.dense_mask("padding", LENGTH, kv_lens=lengths)
+                made = flexmasks.block_mask("padding", LENGTH, kv_lens=lengths, block_size=1)
                 if not torch.equal(made.to_dense().bool(), seen):
                     failures.append(f"length {lengths}")
                 if i % 5 == number % 5:

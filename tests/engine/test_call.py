@@ -355,7 +355,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "window": {"mask": "sliding_window", "window": 20},
     "window of tensors": {"mask": get_mask("sliding_window", window=torch.tensor(20))},
     "documents": {"mask": "document", "document_ids": _IDS},
-    "padding": {"mask": get_mask("causal") & get_mask("padding", seq_lens=torch.tensor([100, 300]))},
+    "padding": {"mask": get_mask("causal") & get_mask("padding", kv_lens=torch.tensor([100, 300]))},
     "packed": {"mask": flexmasks.packed("causal", offsets=torch.tensor([0, 100, 300]))},
     "captured": {"mask": lambda b, h, q, kv: (q >= kv) & (_IDS[b, q] == _IDS[b, kv])},
     "outside the table": {"mask": lambda b, h, q, kv: q**7 >= kv},

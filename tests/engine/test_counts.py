@@ -335,7 +335,7 @@ def test_str() -> None:
 
 
 def test_arguments_are_those_of_block_mask() -> None:
-    mask = flexmasks.get_mask("padding", seq_lens=[5, 60]) & (lambda b, h, q, kv: q >= kv + h)
+    mask = flexmasks.get_mask("padding", kv_lens=[5, 60]) & (lambda b, h, q, kv: q >= kv + h)
     sizes = {"batch": 2, "heads": 3, "device": "cpu", "block_size": (16, 32), "q_offset": torch.tensor([7, 0])}
     check_equal_block_masks(mask.blocks(50, 70, **sizes).block_mask, flexmasks.block_mask(mask, 50, 70, **sizes))
     assert mask.blocks(60, heads=2).block_mask.seq_lengths == (60, 60)
@@ -362,8 +362,8 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     ("causal", (8,), {"q_offset": torch.tensor([0.5])}),
     ("causal", (8,), {"q_offset": torch.tensor([3, -1])}),
     ("causal", (8,), {"q_offset": torch.tensor([3, 1]), "batch": 3}),
-    (flexmasks.get_mask("padding", seq_lens=[3, 4]), (8,), {"batch": 3}),
-    (flexmasks.get_mask("padding", seq_lens=[3, 9]), (8,), {}),
+    (flexmasks.get_mask("padding", kv_lens=[3, 4]), (8,), {"batch": 3}),
+    (flexmasks.get_mask("padding", kv_lens=[3, 9]), (8,), {}),
     (_by_head, (8,), {}),
     (lambda b, h, q, kv: q if q > kv else kv, (8,), {}),
     (lambda b, h, q, kv: q - kv, (8,), {}),

@@ -170,7 +170,7 @@ def test_every_mask_in_pages(name: str, page_size: int) -> None:
     used = torch.arange(0, LENGTH, page_size) < lens[:, None]
     noise = torch.where(used, table, -7)
     out, lse = flexmasks.paged_attention(q, *pool, noise, lens, mask=mask, return_lse=True, backend="decode")
-    whole = mask & flexmasks.get_mask("padding", seq_lens=lens)
+    whole = mask & flexmasks.get_mask("padding", kv_lens=lens)
     want, want_lse = flexmasks.attention(
         q, k, v, mask=whole, q_offset=(lens - 3).clamp(min=0), return_lse=True, backend="reference"
     )
@@ -206,7 +206,7 @@ def test_chunks(q_len: int, way: str) -> None:
     ]
     for mask in [*masks, flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((q + h) % 3 != kv % 5))]:
         check([q, k, v], mask, lens - q_len)
-        seen = mask & flexmasks.get_mask("padding", seq_lens=lens)
+        seen = mask & flexmasks.get_mask("padding", kv_lens=lens)
         want = flexmasks.attention(q, k, v, mask=seen, q_offset=lens - q_len, backend="reference")
         out = flexmasks.paged_attention(q, *pool, table, lens, mask=mask)
         assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
@@ -355,7 +355,7 @@ def test_one_query_of_a_batch_that_sees_nothing(is_compiled: bool, way: str) -> 
         pytest.skip("it would compile the same as on a CPU")
     q, k, v = tensors(1, 640, torch.bfloat16, batch=1, size=64)
     compiled = torch.compile(lambda *x: flexmasks.attention(*x[:3], block_mask=x[3]), fullgraph=True)
-    made = flexmasks.block_mask("padding", 1, 640, seq_lens=torch.tensor([600]))
+    made = flexmasks.block_mask("padding", 1, 640, kv_lens=torch.tensor([600]))
     for lens in (torch.tensor([600]), torch.tensor([0]), torch.tensor([0])):
         left = [torch.full((n,), math.nan) for n in (64, 128, 256, 512, 1024, 2048, 4096) * 8]
         del left  # memory that is free now holds NaN
@@ -366,7 +366,7 @@ def test_one_query_of_a_batch_that_sees_nothing(is_compiled: bool, way: str) -> 
                     counts *= lens.any()  # a block mask of its own for each length would be compiled anew
                 out = compiled(q.float(), k.float(), v.float(), made)
             else:
-                out = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score="softcap", cap=30.0)
+                out = flexmasks.attention(q, k, v, mask="padding", kv_lens=lens, score="softcap", cap=30.0)
         assert bool(out.any()) == bool(lens.any())
         assert out.isfinite().all()
 
@@ -387,10 +387,10 @@ def test_changes_in_place_are_seen() -> None:
     table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
     pool = [pages_of(x, table, 16) for x in (k, v)]
     for _ in range(3):
-        want = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="reference")
+        want = flexmasks.attention(q, k, v, mask="padding", kv_lens=lens, backend="reference")
         for _ in range(2):
             for out in (
-                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="decode"),
+                flexmasks.attention(q, k, v, mask="padding", kv_lens=lens, backend="decode"),
                 flexmasks.paged_attention(q, *pool, table, lens, backend="decode"),
             ):
                 assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
@@ -514,7 +514,7 @@ def bands() -> dict[str, flexmasks.Mask]:
         "window": window,
         "local": flexmasks.get_mask("local", left=20, right=9),
         "both": flexmasks.get_mask("local", left=50, right=3) & "causal",
-        "padded": window & flexmasks.get_mask("padding", seq_lens=torch.tensor([0, 100, LENGTH])),
+        "padded": window & flexmasks.get_mask("padding", kv_lens=torch.tensor([0, 100, LENGTH])),
     }
 
 
@@ -555,7 +555,7 @@ def test_bands_in_pages(name: str, q_len: int, way: str) -> None:
     for _ in range(2):
         lens = torch.randint(q_len, LENGTH + 1, (BATCH,))
         lens[torch.randint(BATCH, ())] = 0
-        whole = mask & flexmasks.get_mask("padding", seq_lens=lens)
+        whole = mask & flexmasks.get_mask("padding", kv_lens=lens)
         for offset in (None, (lens - q_len - 3).clamp(min=0), 5):
             more: dict[str, Any] = {"return_lse": True}
             out, lse = flexmasks.paged_attention(
@@ -574,10 +574,10 @@ def test_what_is_no_band(way: str) -> None:
     if way == "cpu":
         pytest.skip("on a CPU every mask is a tensor")
     lens = torch.tensor([5, 100, LENGTH])
-    padding = flexmasks.get_mask("padding", seq_lens=lens)
+    padding = flexmasks.get_mask("padding", kv_lens=lens)
     masks: list[Any] = [
         flexmasks.get_mask("sliding_window", window=torch.tensor(30)),
-        padding & flexmasks.get_mask("padding", seq_lens=lens - 1),
+        padding & flexmasks.get_mask("padding", kv_lens=lens - 1),
         ~flexmasks.get_mask("causal"),
         lambda b, h, q, kv: q >= kv,
     ]
@@ -591,8 +591,8 @@ def test_values_of_bands_are_checked() -> None:
     with pytest.raises(ValueError, match="`q_offset` must be at least 0"):
         flexmasks.attention(*tensors(1), mask="causal", q_offset=torch.tensor([3, -1, 3]), backend="decode")
     seq_lens = torch.tensor([3, LENGTH + 1, 3])
-    with pytest.raises(ValueError, match="seq_lens"):
-        flexmasks.attention(*tensors(1), mask="padding", seq_lens=seq_lens, backend="decode")
+    with pytest.raises(ValueError, match="kv_lens"):
+        flexmasks.attention(*tensors(1), mask="padding", kv_lens=seq_lens, backend="decode")
 
 
 @pytest.mark.parametrize("lens", [[-1, 5, 5], [LENGTH + 1, 5, 5]])
@@ -629,7 +629,7 @@ def test_replays_hold_none_of_the_users_tensors() -> None:
     offset, seq_lens = torch.tensor([7, 70, 140]), torch.tensor([10, 100, 150])
     for _ in range(3):
         offset, seq_lens = offset + 1, seq_lens + 1
-        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=seq_lens)
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", kv_lens=seq_lens)
         flexmasks.attention(*tensors(2), mask=mask, q_offset=offset, backend="decode")
     refs = [weakref.ref(t) for t in (offset, seq_lens)]
     del offset, seq_lens, mask
@@ -655,7 +655,7 @@ def _check_band(
     if left is not None:
         mask = flexmasks.get_mask("local", left=left, right=kv_len if right is None else right)
     if is_padded:
-        mask &= flexmasks.get_mask("padding", seq_lens=torch.randint(0, kv_len + 1, (batch,)))
+        mask &= flexmasks.get_mask("padding", kv_lens=torch.randint(0, kv_len + 1, (batch,)))
     offset = torch.randint(0, max(0, kv_len - q_len) + 1, (batch,))
     offset = offset if seed % 2 else int(torch.randint(0, kv_len + 50, ()))
     check(tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads), mask, offset)
@@ -712,7 +712,7 @@ def test_bands_in_a_graph(q_len: int, way: str) -> None:
     def step(lens: Tensor, starts: Tensor) -> list[Tensor]:
         more: list[dict[str, Any]] = [{"mask": "causal"}, {"mask": window, "score": "alibi", "slopes": slopes}]
         outs = [flexmasks.attention(q, k, v, q_offset=starts, **m) for m in more]
-        padded = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=lens)
+        padded = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", kv_lens=lens)
         outs.append(flexmasks.attention(q, k, v, q_offset=starts, mask=padded))
         return [*outs, *(flexmasks.paged_attention(q, *pool, table, lens, **m) for m in more)]
 

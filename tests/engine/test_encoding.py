@@ -82,9 +82,9 @@ def test_tensors_and_numbers_are_leaves_and_sequences_become_tensors() -> None:
     assert [leaf is ids for leaf in encoded.leaves] == [False, True]
     assert encoded.leaves[0] == 3
     assert "3" not in encoded.text.partition("'window'")[2]  # graphs of other windows have the same text
-    lengths = encode(get_mask("padding", seq_lens=[3, 4]), CPU).leaves
+    lengths = encode(get_mask("padding", kv_lens=[3, 4]), CPU).leaves
     assert [leaf.tolist() for leaf in lengths] == [[3, 4]]
-    meta = encode(get_mask("padding", seq_lens=[3, 4]), torch.device("meta")).leaves
+    meta = encode(get_mask("padding", kv_lens=[3, 4]), torch.device("meta")).leaves
     assert [leaf.device.type for leaf in meta] == ["meta"]
 
 

@@ -280,7 +280,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _PROMISED = get_mask("document", document_ids=_ids(100, 200), contiguous=True, max_documents=2)
-_PADDED = get_mask("padding", seq_lens=torch.tensor([200]))
+_PADDED = get_mask("padding", kv_lens=torch.tensor([200]))
 _MARKS = get_mask("key_padding", attention_mask=torch.ones(1, 300, dtype=torch.bool))
 _PAGED = flexmasks.paged("causal", [[0, 1, 2]], [300], 100)
 _CAUSAL, _PREFIX = get_mask("causal"), get_mask("prefix_lm", prefix_len=9)

@@ -168,7 +168,7 @@ def test_batched() -> None:
         lens[place] = length
         # Queries behind the end see keys, and are not to add to their gradients.
         batch.of_out[place, :, length:] = batch.of_lse[place, :, length:] = 0
-        got = _results(batch, _attention(get_mask(_MASKS[mask]) & get_mask("padding", seq_lens=lens), **call))
+        got = _results(batch, _attention(get_mask(_MASKS[mask]) & get_mask("padding", kv_lens=lens), **call))
         alone = _results(made, _attention(_MASKS[mask], **call))
         _check_equal([x[place : place + 1, :, :length] for x in got], alone)
 
@@ -212,7 +212,7 @@ def test_decoded() -> None:
             got = [flexmasks.attention(own, *made[1:3], mask=name, q_offset=first, **call)]
             two = [torch.cat([x, x.new_full((1, 2, room, _SIZE), 7.0)], 2) for x in made[1:3]]
             two, own = [torch.cat([x.flip(1), x]) for x in two], torch.cat([own.flip(1), own])
-            padding = get_mask("padding", seq_lens=torch.tensor([stop + room, stop]))
+            padding = get_mask("padding", kv_lens=torch.tensor([stop + room, stop]))
             starts = torch.tensor([room, first])
             got.append(flexmasks.attention(own, *two, mask=padding & get_mask(name), q_offset=starts, **call))
             used = -(-(stop + room) // page)

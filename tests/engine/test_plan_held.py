@@ -364,7 +364,7 @@ def test_numbers_are_read_at_each_call_of_a_plan(name: str, tensor: str, kind: s
     if kind == "score":
         call = {"mask": "full", "score": lambda s, b, h, q, kv: s + mask(b, h, q, kv).float()}
     if tensor == "beside":
-        call["mask"] = flexmasks.get_mask(call["mask"]) & flexmasks.masks.padding(seq_lens=torch.tensor([LENGTH] * 2))
+        call["mask"] = flexmasks.get_mask(call["mask"]) & flexmasks.masks.padding(kv_lens=torch.tensor([LENGTH] * 2))
     plan = flexmasks.plan(q_len=LENGTH, **call)
     distances = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
     becomes = torch.tensor(3)
@@ -536,7 +536,7 @@ def test_calls_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="it has none"):
         plan.update(window=torch.tensor(3))
     with pytest.raises(ValueError, match="in 0"):
-        flexmasks.plan("padding", LENGTH, batch=1, heads=1, seq_lens=torch.tensor([-1]))
+        flexmasks.plan("padding", LENGTH, batch=1, heads=1, kv_lens=torch.tensor([-1]))
 
 
 _IDS, _TABLE = torch.arange(1500) // 100, torch.ones(20, 20)
@@ -547,16 +547,16 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "not": ("document_ids", {"mask": ~flexmasks.masks.document(document_ids=_IDS)}),
     "or": ("visible", {"mask": flexmasks.masks.causal() | flexmasks.masks.dense(visible=_TABLE > 0)}),
     "dtype": ("document_ids", {"mask": "document", "document_ids": torch.rand(10)}),
-    "value": ("seq_lens", {"mask": "padding", "seq_lens": torch.tensor([-1, 3])}),
+    "value": ("kv_lens", {"mask": "padding", "kv_lens": torch.tensor([-1, 3])}),
     "number": ("window", {"mask": "sliding_window", "window": -1}),
-    "batch": ("seq_lens", {"mask": "padding", "seq_lens": torch.tensor([1, 2]), "batch": 3}),
+    "batch": ("kv_lens", {"mask": "padding", "kv_lens": torch.tensor([1, 2]), "batch": 3}),
     "batch of two": (
-        "seq_lens",
-        {"mask": [flexmasks.masks.padding(seq_lens=torch.ones(n, dtype=torch.int64)) for n in (2, 3)]},
+        "kv_lens",
+        {"mask": [flexmasks.masks.padding(kv_lens=torch.ones(n, dtype=torch.int64)) for n in (2, 3)]},
     ),
     "batch of a mask and a score": (
         "bias",
-        {"mask": "padding", "seq_lens": torch.tensor([1, 2]), "score": "dense_bias", "bias": torch.ones(3, 1, 10, 10)},
+        {"mask": "padding", "kv_lens": torch.tensor([1, 2]), "score": "dense_bias", "bias": torch.ones(3, 1, 10, 10)},
     ),
     "heads": ("slopes", {"mask": "causal", "score": "alibi", "slopes": torch.rand(4), "heads": 3}),
     "score": ("bias", {"mask": "causal", "score": "dense_bias", "bias": _TABLE}),
@@ -613,15 +613,15 @@ def test_a_plan_in_place_of_a_mask(use: Callable[[Any], Any]) -> None:
 
 def test_updates_that_do_not_fit_change_nothing() -> None:
     tensors, lens = qkv(), torch.tensor([100, 50])
-    plan = flexmasks.plan("padding", LENGTH, batch=BATCH, heads=HEADS, seq_lens=lens)
+    plan = flexmasks.plan("padding", LENGTH, batch=BATCH, heads=HEADS, kv_lens=lens)
     want = flexmasks.attention(*tensors, mask=plan)
     wrong = torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.tensor([1, 1000]), [1, 2, 3], "x"
     for value in wrong:
-        with pytest.raises((ValueError, TypeError), match="seq_lens"):
-            plan.update(seq_lens=value)
+        with pytest.raises((ValueError, TypeError), match="kv_lens"):
+            plan.update(kv_lens=value)
         assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
-    plan.update(seq_lens=[7, 9])
-    assert torch.equal(plan.tensors["seq_lens"][0], torch.tensor([7, 9]))
+    plan.update(kv_lens=[7, 9])
+    assert torch.equal(plan.tensors["kv_lens"][0], torch.tensor([7, 9]))
 
 
 @settings(max_examples=10, deadline=None)
@@ -733,8 +733,8 @@ def test_small_tensors_of_inference_mode_are_compared(monkeypatch: pytest.Monkey
         tensors, lens = qkv(requires_grad=False), torch.tensor([LENGTH, 30])
         for new in ([LENGTH, 30], [20, 20], [100, 20]):
             lens.copy_(torch.tensor(new))
-            want = flexmasks.attention(*tensors, mask="padding", seq_lens=new)
+            want = flexmasks.attention(*tensors, mask="padding", kv_lens=new)
             for _ in range(2):
-                assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)
+                assert torch.equal(flexmasks.attention(*tensors, mask="padding", kv_lens=lens), want)
         monkeypatch.setattr(road, "run_first_time", None)
-        assert torch.equal(flexmasks.attention(*tensors, mask="padding", seq_lens=lens), want)
+        assert torch.equal(flexmasks.attention(*tensors, mask="padding", kv_lens=lens), want)

@@ -56,9 +56,9 @@ def by_argument(x: Tensor, y: Tensor) -> Callable[..., Tensor]:
 
 # A mask and where queries start, of tensors by their names.
 SHARED: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], Tensor]]] = {
-    "seq_lens, q_offset": (
-        lambda seq_lens, q_offset: flexmasks.get_mask("padding", seq_lens=seq_lens) & flexmasks.get_mask("causal"),
-        lambda seq_lens, q_offset: q_offset,
+    "kv_lens, q_offset": (
+        lambda kv_lens, q_offset: flexmasks.get_mask("padding", kv_lens=kv_lens) & flexmasks.get_mask("causal"),
+        lambda kv_lens, q_offset: q_offset,
         numbers,
     ),
     ", q_offset": (lambda lens, q_offset: in_tuple(lens), lambda lens, q_offset: q_offset, numbers),
@@ -184,7 +184,7 @@ def test_a_variable_named_as_the_offset_is_not_the_offset() -> None:
     alone.update(q_offset=[3, 3])
     assert alone.q_offset == 0
     tensors = qkv(q_len=5)
-    want = flexmasks.attention(*tensors, mask="padding", seq_lens=[3, 3], q_offset=0)
+    want = flexmasks.attention(*tensors, mask="padding", kv_lens=[3, 3], q_offset=0)
     assert_same(flexmasks.attention(*tensors, mask=alone), want)
 
 

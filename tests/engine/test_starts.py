@@ -342,7 +342,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refusal(mask="causal") == ""
     assert "no gradients" in _refusal(mask="causal", learns=True)
     lens = torch.tensor([700, 80, 720])
-    causal_keys = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=lens)
+    causal_keys = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", kv_lens=lens)
     ahead = flexmasks.get_mask("local", left=30, right=1)
     for mask in (causal_keys, "full", ahead):
         assert "without lengths" in _refusal(mask=mask)

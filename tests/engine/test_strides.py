@@ -149,7 +149,7 @@ def _strided() -> dict[str, tuple[dict[str, Any], str, Tensor]]:
     return {
         "ids": ({"mask": "document"}, "document_ids", ids[::2]),
         "column": ({"mask": "document"}, "document_ids", ids[: LENGTH * 2].view(LENGTH, 2)[:, 0].expand(BATCH, -1)),
-        "lengths": ({"mask": "padding"}, "seq_lens", torch.tensor(77).expand(BATCH)),
+        "lengths": ({"mask": "padding"}, "kv_lens", torch.tensor(77).expand(BATCH)),
         "slopes": ({"mask": "causal", "score": "alibi"}, "slopes", torch.rand(2 * HEADS)[::2]),
     }
 

@@ -291,7 +291,7 @@ def test_numbers_and_lists_in_kernel_keys() -> None:
     assert key(prefix_len=[1, 2], contents=True) != key(prefix_len=[3, 4], contents=True)
     assert key(prefix_len=1) != key(prefix_len=2)
     assert key(prefix_len=1, lift=True) == key(prefix_len=2, lift=True)
-    both = [get_mask("causal") & get_mask("padding", seq_lens=[n]) for n in (1, 2)]
+    both = [get_mask("causal") & get_mask("padding", kv_lens=[n]) for n in (1, 2)]
     assert len({flatten(mask, contents=False)[0].key for mask in both}) == 1
 
 

@@ -371,7 +371,7 @@ def test_what_changes_while_a_call_plans(
         function = lambda b, h, q, kv: (q - kv).abs() <= shown[kv]  # noqa: E731
     mask: Any = function
     if is_plan == "with tensors":
-        mask = flexmasks.get_mask(function) & flexmasks.masks.padding(seq_lens=torch.tensor([LENGTH]))
+        mask = flexmasks.get_mask(function) & flexmasks.masks.padding(kv_lens=torch.tensor([LENGTH]))
     mask = flexmasks.plan(mask, LENGTH) if is_plan else mask
     own = mask.tensors["shown"][0] if is_plan and what == "tensor" else shown
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)

@@ -417,7 +417,7 @@ def test_biases_that_learn_inside_torch_compile(name: str, device: str, request:
         score = _BIASES[name][1](learned)
         score = flexmasks.get_score(score) if callable(score) else score
         how = {"return_lse": True, "q_offset": "first", "backend": backend}
-        out, lse = call(*qkv, mask="padding", seq_lens=lens, score=score, **how)
+        out, lse = call(*qkv, mask="padding", kv_lens=lens, score=score, **how)
         return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
 
     torch._dynamo.reset()
@@ -495,7 +495,7 @@ def test_sizes_of_windows_and_proteins(length: int, size: int) -> None:
 
     def step() -> list[Tensor]:
         score = flexmasks.scores.pair_bias(bias=bias, group=2)
-        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score=score, backend="short")
+        out = flexmasks.attention(q, k, v, mask="padding", kv_lens=lens, score=score, backend="short")
         return [out, *torch.autograd.grad(out, (q, k, v, bias), d_out)]
 
     others = [exact(x) for x in (q, k, v, bias)]
@@ -561,7 +561,7 @@ def test_new_lengths_and_biases_at_every_step(device: str) -> None:
     for step in range(3 if INTERPRETED else 4):
         bias = torch.randn(2, _H, 96, 70, device=device, dtype=FP16).requires_grad_()
         lens = torch.tensor([70, 33 + step, 0, 64], device=device)
-        got = _step([q, k, v, bias], "of pairs", mask="padding", seq_lens=lens, backend="short")
+        got = _step([q, k, v, bias], "of pairs", mask="padding", kv_lens=lens, backend="short")
         want = _formula([q, k, v, bias], "of pairs", torch.arange(70) < lens.cpu()[:, None, None, None])
         for a, b in zip(got, want, strict=True):
             assert error(a, b, unit=float(b.detach().abs().max())) < 2 * TOLERANCE[FP16]

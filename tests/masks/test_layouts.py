@@ -270,10 +270,10 @@ def test_any_sequences(examples: int) -> None:
         sizes = {"batch": 1, "heads": 1, "q_len": int(offsets[-1]) + more, "kv_len": int(kv_offsets[-1]) + kv_more}
         if 0 in sizes.values():
             return
-        inner = data.draw(st.sampled_from([("causal", {}), ("padding", {"seq_lens": numbers(data, 0, 4, count)})]))
+        inner = data.draw(st.sampled_from([("causal", {}), ("padding", {"kv_lens": numbers(data, 0, 4, count)})]))
         size = Size(*sizes.values(), CPU)
-        if inner[0] == "padding" and int(inner[1]["seq_lens"].max()) > int(kv_offsets.diff().max()):
-            inner[1]["seq_lens"].zero_()
+        if inner[0] == "padding" and int(inner[1]["kv_lens"].max()) > int(kv_offsets.diff().max()):
+            inner[1]["kv_lens"].zero_()
         case = Case("packed", {"mask": inner, **places, "q_start": start}, **sizes)
         got = check_unread(value_of("mask", case), size)
         assert got is not None

@@ -54,7 +54,7 @@ def named_masks() -> dict[str, Mask]:
         "number in a tensor": get_mask("sliding_window", window=torch.tensor(9)),
         "documents": documents,
         "lengths": get_mask("grouped_tril", seq_lens=LENS),
-        "composed": get_mask("causal") & documents | ~get_mask("padding", seq_lens=LENS),
+        "composed": get_mask("causal") & documents | ~get_mask("padding", kv_lens=LENS),
         "packed": flexmasks.packed("causal", torch.tensor([0, 20, LENGTH])),
         "paged": flexmasks.paged(
             "causal", torch.tensor([[3, 0, 2, 1, 4], [5, 6, -1, -1, -1]]), torch.tensor([70, 20]), 14

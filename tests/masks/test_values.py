@@ -67,7 +67,7 @@ LEAVES: list[Any] = [
     get_mask("causal"),
     get_mask("sliding_window", window=2),
     get_mask("document", document_ids=[0, 0, 0, 1, 1, 2, 2, 2]),
-    get_mask("padding", seq_lens=torch.tensor([6])),
+    get_mask("padding", kv_lens=torch.tensor([6])),
     odd,
     functools.partial(near, window=1),
 ]
@@ -177,7 +177,7 @@ def test_a_mask_answers_as_the_calls_of_its_names_do(capsys: pytest.CaptureFixtu
         (get_mask("causal"), "causal()"),
         (get_mask("local", left=3, right=1), "local(left=3, right=1)"),
         (get_mask("document", document_ids=torch.zeros(64, dtype=torch.int64)), "document(document_ids=int64[64])"),
-        (get_mask("padding", seq_lens=np.array([3, 5])), "padding(seq_lens=(3, 5))"),
+        (get_mask("padding", kv_lens=np.array([3, 5])), "padding(kv_lens=(3, 5))"),
         (get_mask(odd), "odd"),
         (get_mask(near, window=3), "near(window=3)"),
         (get_mask(functools.partial(near, window=3)), "near"),
@@ -325,9 +325,9 @@ def test_copies(mask: Mask) -> None:
 
 
 def test_deep_copies_have_tensors_of_their_own() -> None:
-    mask = get_mask("padding", seq_lens=torch.tensor([3]))
+    mask = get_mask("padding", kv_lens=torch.tensor([3]))
     other = copy.deepcopy(mask)
-    mask.params["seq_lens"].add_(10)
+    mask.params["kv_lens"].add_(10)
     assert (truth(mask)[0].sum(), truth(other)[0].sum()) == (13, 3)
 
 
@@ -431,9 +431,9 @@ def test_compiled_by_torch() -> None:
 
 def test_bare_calls_follow_their_tensors() -> None:
     offsets, lengths = torch.tensor([0, 10, LENGTH]), torch.tensor([20])
-    mask = flexmasks.packed("causal", offsets) & get_mask("padding", seq_lens=lengths)
+    mask = flexmasks.packed("causal", offsets) & get_mask("padding", kv_lens=lengths)
     for _ in range(3):
-        fresh = flexmasks.packed("causal", offsets.tolist()) & get_mask("padding", seq_lens=lengths.tolist())
+        fresh = flexmasks.packed("causal", offsets.tolist()) & get_mask("padding", kv_lens=lengths.tolist())
         assert torch.equal(create_mask(mask, 1, 1, LENGTH, LENGTH, device="cpu")[0, 0], truth(fresh))
         offsets[1] += 20
         lengths += 10

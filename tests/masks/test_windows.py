@@ -315,7 +315,7 @@ def test_masks_that_are_no_window() -> None:
     for mask in (
         ~get("causal"),
         get("causal") | get("full"),
-        get("causal") & get("padding", seq_lens=[3]),
+        get("causal") & get("padding", kv_lens=[3]),
         flexmasks.packed("full", [0, 6]) & flexmasks.packed("full", [0, 6]),
         get("sliding_window", window=torch.tensor(3)),
         flexmasks.packed(get("grouped_tril", seq_lens=[5]), [0, 6]),
@@ -869,7 +869,7 @@ def test_documents_are_no_sequences_for_other_keys() -> None:
     mask = flexmasks.get_mask("document", document_ids=torch.arange(9) // 2)
     assert window_of(mask, _size(1, 4, 9)) is None
     assert window_of(mask, replace(_size(1, 4, 4), q_offset=5)) is None
-    assert window_of(mask & flexmasks.get_mask("padding", seq_lens=torch.tensor([3])), _size(1, 9, 9)) is None
+    assert window_of(mask & flexmasks.get_mask("padding", kv_lens=torch.tensor([3])), _size(1, 9, 9)) is None
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.arange(9))
         assert window_of(flexmasks.get_mask("document", document_ids=fake), _size(1, 9, 9)) is None

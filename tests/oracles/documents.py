@@ -18,9 +18,9 @@ def grouped_tril(b: int, h: int, q: int, kv: int, size: Case, seq_lens: list[int
 
 
 @mask_oracle
-def padding(b: int, h: int, q: int, kv: int, size: Case, seq_lens: list[int]) -> bool:
-    """Pairs where kv < seq_lens[b]; queries are not cut."""
-    return kv < seq_lens[b]
+def padding(b: int, h: int, q: int, kv: int, size: Case, kv_lens: list[int]) -> bool:
+    """Pairs where kv < kv_lens[b]; queries are not cut."""
+    return kv < kv_lens[b]
 
 
 @mask_oracle
@@ -90,11 +90,11 @@ CASES: list[Case] = [
     Case("grouped_tril", {"seq_lens": int64([16, 33])}, q_len=57, kv_len=33),
     Case("grouped_tril", {"seq_lens": int32([129, 128, 0, 300])}, batch=4, q_len=300, kv_len=300),
     Case("grouped_tril", {"seq_lens": int64([200, 131])}, q_len=50, kv_len=257, q_offset=(150, 128)),
-    Case("padding", {"seq_lens": int64([40, 13])}),
-    Case("padding", {"seq_lens": int32([0, 1, 64])}, batch=3, q_len=30, kv_len=64),
-    Case("padding", {"seq_lens": int64([16, 17])}, q_len=55, kv_len=17),
-    Case("padding", {"seq_lens": int32([69, 48])}, heads=3, q_len=5, kv_len=70, q_offset=(64, 43)),
-    Case("padding", {"seq_lens": int64([0, 0])}, q_len=20, kv_len=20),
+    Case("padding", {"kv_lens": int64([40, 13])}),
+    Case("padding", {"kv_lens": int32([0, 1, 64])}, batch=3, q_len=30, kv_len=64),
+    Case("padding", {"kv_lens": int64([16, 17])}, q_len=55, kv_len=17),
+    Case("padding", {"kv_lens": int32([69, 48])}, heads=3, q_len=5, kv_len=70, q_offset=(64, 43)),
+    Case("padding", {"kv_lens": int64([0, 0])}, q_len=20, kv_len=20),
     Case("key_padding", {"attention_mask": torch.arange(40) >= int64([[0], [13]])}),
     Case(
         "key_padding",

@@ -101,7 +101,7 @@ def documents(random: Random, batch: int, length: int) -> Drawn:
 def padding(random: Random, batch: int, length: int) -> Drawn:
     lengths = random.numbers(length, batch)
     seen = torch.arange(length, device=random.device) < lengths[:, None, None, None]
-    return Drawn({"mask": "padding", "seq_lens": lengths}, seen)
+    return Drawn({"mask": "padding", "kv_lens": lengths}, seen)
 
 
 @draw
