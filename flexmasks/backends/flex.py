@@ -35,6 +35,7 @@ from flexmasks.backends.call import (
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, flex_by, widened
 from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chosen_tiles
 from flexmasks.blocks.lists import lists_of
+from flexmasks.kernels.direct import why_no_triton
 from flexmasks.kernels.operators import separate
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -374,6 +375,8 @@ def _refuses_here(call: Call) -> str | None:
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
     if call.on_gpu:
+        if lacking := why_no_triton(call.q.device):
+            return lacking
         has_two_dtypes = call.k.dtype != call.q.dtype and call.needs_grad
         return "its kernel has gradients only where q, k and v have one dtype" if has_two_dtypes else None
     if call.k.dtype != call.q.dtype:

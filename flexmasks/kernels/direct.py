@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -16,13 +17,36 @@ _NO_CONTEXT = contextlib.nullcontext()
 _PLAIN = Tensor, torch.nn.Parameter
 
 
+_TRITON_FROM = (8, 0)  # the least compute capability that Triton supports
+
+
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@compat.constant_in_graphs
+def why_no_triton(device: torch.device) -> str:
+    """Return why Triton compiles nothing for a GPU, or "", as where torch finds no GPU to ask."""
+    return _why_no_triton(device)
+
+
+@functools.cache
+def _why_no_triton(device: torch.device) -> str:
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return ""
+    has = torch.cuda.get_device_capability(device)
+    least, found = (".".join(map(str, version)) for version in (_TRITON_FROM, has))
+    return "" if has >= _TRITON_FROM else f"it does not run on compute capability {found}: Triton needs {least}"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether own kernels may run on a device."""
+    return on_gpu(device) and not why_no_triton(device)
+
+
 def is_for_triton(x: Tensor) -> bool:
     """Whether own kernels may compute with a tensor, by its device and dtype."""
-    return on_gpu(x.device) and x.dtype in TRITON_DTYPES
+    return x.dtype in TRITON_DTYPES and runs_triton(x.device)
 
 
 def is_plain(*tensors: Tensor) -> bool:

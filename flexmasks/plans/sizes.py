@@ -88,8 +88,8 @@ def block_size_for(size: Size) -> tuple[int, int]:
 
 @compat.constant_in_graphs
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, (0, 0) for other devices and for fake tensors where there is no GPU."""
-    is_here = device.type == "cuda" and torch.cuda.is_available()
+    """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices, and where there is no GPU."""
+    is_here = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if is_here else (0, 0)
 
 

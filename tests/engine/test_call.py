@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +38,12 @@ from flexmasks.backends.call import (
     proven,
     with_gradients_once,
 )
-from flexmasks.backends.table import BACKENDS, why_not
+from flexmasks.backends.table import BACKENDS, choose, is_not_here, why_not
+from flexmasks.kernels import direct
 from flexmasks.plans import plan
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import capability
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 from flexmasks.spec.aliases import Aliases
@@ -397,6 +400,55 @@ def test_questions_compute_nothing(name: str, needs_grad: bool, device: str, mon
     assert answers["reference"] == (None, None)
     if device == "cuda":
         assert not any(str(reason).startswith("it runs on") for reason, _ in answers.values())
+
+
+@pytest.fixture
+def on_t4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of compute capability 7.5, as those of free notebooks, which only answers questions."""
+    direct._why_no_triton.cache_clear()
+    properties = SimpleNamespace(name="Tesla T4", multi_processor_count=40, shared_memory_per_block_optin=65536)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    yield
+    direct._why_no_triton.cache_clear()
+
+
+_ON_T4 = "causal", "sliding window", "documents", "own"
+
+
+@pytest.mark.usefixtures("on_t4")
+@pytest.mark.parametrize("queries", [1, 300])
+@pytest.mark.parametrize("name", _ON_T4)
+def test_where_triton_compiles_nothing_torch_runs(name: str, queries: int) -> None:
+    masks: dict[str, Any] = {
+        "causal": get_mask("causal"),
+        "sliding window": get_mask("sliding_window", window=9),
+        "documents": get_mask("causal") & get_mask("document", document_ids=torch.arange(300) // 99),
+        "own": get_mask(lambda b, h, q, kv: q % 3 >= kv % 4),
+    }
+    q, k = torch.randn(2, 4, queries, 64, dtype=torch.float16), torch.randn(2, 4, 300, 64, dtype=torch.float16)
+    call = plan_call(q, k, k, Request(masks[name], params={}, q_offset="last")).call
+    there = [x._replace(device=torch.device("cuda", 0)) for x in (call.q, call.k, call.v)]
+    call = replace(call, q=there[0], k=there[1], v=there[2])
+    able, reasons = choose(call)
+    by_torch = name == "causal" or (name, queries) == ("sliding window", 1)  # whose window is a part of the keys
+    assert [backend.name for backend in able] == ["sdpa"] * by_torch + ["reference"]
+    for other in ("flex", "decode", "short"):
+        assert reasons[other] == "it does not run on compute capability 7.5: Triton needs 8.0" or other == "decode"
+        assert is_not_here(reasons[other]) or (other, queries) == ("decode", 300)
+
+
+@pytest.mark.usefixtures("on_t4")
+def test_other_machines_are_not_asked_for_a_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert not direct.runs_triton(gpu)
+    assert capability(gpu) == (7, 5)
+    direct._why_no_triton.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.2")  # whose numbers are those of AMD's architectures
+    assert direct.runs_triton(gpu)
+    assert capability(gpu) == (0, 0)
+    assert not direct.runs_triton(torch.device("cpu"))
 
 
 def test_calls_hold_none_of_q_k_v() -> None:

@@ -105,6 +105,20 @@ def test_notebooks_list_every_mask_and_fit_their_columns() -> None:
     assert [line.split()[0] for line in shown(counted).splitlines()[2:]] == names
 
 
+@pytest.mark.parametrize(("capability", "wants"), [((7, 5), ("cpu", True)), ((9, 0), ("cuda", False))])
+def test_notebooks_know_old_gpus(
+    capability: tuple[int, int], wants: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch compiles no flex_attention for a T4, whose compute capability is 7.5, and has no FlashAttention for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    known: dict[str, Any] = {"torch": torch, "SDPBackend": torch.nn.attention.SDPBackend}
+    for path in (NOTEBOOKS[6], NOTEBOOKS[3]):
+        start = next(c.source for c in nbformat.read(path, as_version=4).cells if "device = " in c.source)
+        exec("\n".join(re.findall(r"^(?:has_triton|device|is_old|fused_kernel) = .*", start, re.MULTILINE)), known)
+    assert (known["device"].type, known["fused_kernel"].name == "EFFICIENT_ATTENTION") == wants
+
+
 def test_there_are_notebooks() -> None:
     assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
 
