@@ -165,6 +165,7 @@ def test_version() -> None:
     assert number
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## [{number[0]}]" in changelog or f"## [Unreleased]\n\nWhat becomes {number[0]}," in changelog
+    assert f"\nversion: {flexmasks.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flexmasks", "--version"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
