@@ -293,15 +293,15 @@ def test_the_smallest_difference(name: str) -> None:
 
 
 def test_tables_of_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    proof = asked(masks.padding(seq_lens=[5, 6]) & "causal", "causal")
+    proof = asked(masks.padding(kv_lens=[5, 6]) & "causal", "causal")
     assert (proof.verdict, proof.implies, proof.implied, proof.first) == ("refuted", True, False, (0, 0, 0, 0))
-    assert proof.parameters["seq_lens"].tolist() == [0]
+    assert proof.parameters["kv_lens"].tolist() == [0]
     proof.show()
     assert "8 queries (down) x 8 keys" in capsys.readouterr().out
-    at_least_two = asked(masks.padding(seq_lens=[5, 6]) & "causal", "causal", {"seq_lens": (2, None)})
+    at_least_two = asked(masks.padding(kv_lens=[5, 6]) & "causal", "causal", {"kv_lens": (2, None)})
     assert at_least_two.first == (0, 0, 2, 2)
-    assert at_least_two.parameters["seq_lens"].tolist() == [2]
-    assert "seq_lens in 2.." in repr(at_least_two)
+    assert at_least_two.parameters["kv_lens"].tolist() == [2]
+    assert "kv_lens in 2.." in repr(at_least_two)
 
 
 def test_tensors_with_equal_values_are_the_same_table() -> None:
