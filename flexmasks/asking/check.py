@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import Mask, get_mask
+from flexmasks.asking.proofs import Limits, check_without_sizes, found_over_all
 from flexmasks.asking.subject import Subject, Subjects, sizes_of, subject_of, takes
 from flexmasks.extend import (
     Alignment,
@@ -43,6 +44,7 @@ KINDS: dict[str, Severity] = {
     "compares floats": "note",
     "goes as bits": "note",
     "recompiles": "note",
+    "not decided": "note",
 }
 
 
@@ -95,6 +97,8 @@ def check(
     q_offset: Alignment = None,
     document_ids: Tensor | Sequence[Any] | None = None,
     forbid: str | Sequence[str] = (),
+    lengths: Literal["all"] | None = None,
+    parameters: Limits | None = None,
     **params: Any,
 ) -> Findings:
     """Return what is wrong with a mask, or worth knowing of it, over these lengths: exactly, whatever its function is,
@@ -115,6 +119,7 @@ def check(
     | compares floats | note | rounding may decide what is visible |
     | goes as bits | note | torch's compilers may get the function wrong, so that kernels get its bits |
     | recompiles | note | a number is compiled into kernels, or an object that is read may change unnoticed |
+    | not decided | note | with `lengths="all"`, why one of these is not known |
 
     Args:
         mask: a name, Mask, function, plan, BlockMask, boolean tensor of pairs, or list of masks.
@@ -124,6 +129,9 @@ def check(
             name or as a function, and has a parameter of this name, gets it instead.
         forbid: a kind, or several, whose findings are errors too: what the mask is for tells that, not the mask. For a
             decoder it is "sees the future".
+        lengths, parameters: as in `flexmasks.compare`. With `lengths="all"` the mask is asked whether it crosses a
+            document, sees nothing, sees the future, does not see itself or is seen by nobody at any length, with as
+            many queries as keys, and what is not found is proved not to occur. `document_ids` stand for any.
         params: parameters of a mask that is given by name or as a function.
 
     Returns:
@@ -137,27 +145,37 @@ def check(
         >>> flexmasks.check(lambda b, h, q, kv: q - kv <= 4, 1024, forbid="sees the future")
         error: sees the future: 1,023 of 1,024 rows see later keys, as at (b, h, q, kv) = (0, 0, 0, 1)
         >>> assert not flexmasks.check("causal", 1024).errors
+        >>> flexmasks.check("prefix_lm", lengths="all", parameters={"prefix_len": (0, None)})
+        note: sees the future: a query sees a later key with q_len=2, prefix_len=2, as at (b, h, q, kv) = (0, 0, 0, 1)
     """
     forbidden = [_kind(name) for name in ([forbid] if isinstance(forbid, str) else forbid)]
     if takes(mask, "document_ids"):
         params, document_ids = params | {"document_ids": document_ids}, None
-    subject = subject_of(mask, params)
     given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "q_offset": q_offset, "device": device}
     documents = None if document_ids is None else get_mask("document", document_ids=document_ids)
-    lengths = sizes_of(_CALL, subject, **given)
+    if lengths is not None or parameters is not None:
+        check_without_sizes(_CALL, lengths, given)
+        every = found_over_all(_CALL, mask, params, documents, parameters or {})
+        return _sorted([Finding(kind, KINDS[kind], words, pair) for kind, words, pair in every], forbidden)
+    subject = subject_of(mask, params)
+    sizes = sizes_of(_CALL, subject, **given)
     if subject.q_offset is not None:
-        lengths["q_offset"] = subject.q_offset
-    if documents is not None and lengths["batch"] is None:
-        lengths["batch"] = implied_size(documents, "B")
-    closed = lengths | {name: lengths[name] or 1 for name in ("batch", "heads")}
+        sizes["q_offset"] = subject.q_offset
+    if documents is not None and sizes["batch"] is None:
+        sizes["batch"] = implied_size(documents, "B")
+    closed = sizes | {name: sizes[name] or 1 for name in ("batch", "heads")}
     found = _of_reads(MaskOverLengths(_CALL, subject.mask, **closed))
     if not any(f.kind == "reads behind the end" for f in found):  # else a call of the function fails
-        over = MaskOverLengths(_CALL, subject.mask, **lengths)
+        over = MaskOverLengths(_CALL, subject.mask, **sizes)
         crosses = None
         if documents is not None:
-            same = MaskOverLengths(_CALL, documents.to(over.size.device), **lengths).function
+            same = MaskOverLengths(_CALL, documents.to(over.size.device), **sizes).function
             crosses = lambda *indices: ~same(*indices)  # noqa: E731
-        found += [*_of_pairs(over, lengths, crosses), *_of_function(subject, over, lengths)]
+        found += [*_of_pairs(over, sizes, crosses), *_of_function(subject, over, sizes)]
+    return _sorted(found, forbidden)
+
+
+def _sorted(found: Sequence[Finding], forbidden: Sequence[str]) -> Findings:
     found = [f._replace(severity="error") if f.kind in forbidden else f for f in found]
     return Findings(sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from flexmasks.asking.picture import ComparedPicture, compared_picture
-from flexmasks.asking.proofs import Limits, Proof, over_all
+from flexmasks.asking.proofs import Limits, Proof, check_without_sizes, over_all
 from flexmasks.asking.subject import Subject, Subjects, sizes_of, subject_of, takes
 from flexmasks.extend import Alignment, MaskOverLengths, says_what_to_write
 from flexmasks.pictures.cells import short
@@ -159,16 +159,11 @@ def compare(
     # A parameter that neither takes goes to a, which says so.
     of_b = {name: value for name, value in params.items() if takes(b, name)}
     of_a = {name: value for name, value in params.items() if takes(a, name) or name not in of_b}
+    given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "q_offset": q_offset}
     if lengths is not None or parameters is not None:
-        others = q_len, kv_len, batch, heads, q_offset
-        if lengths != "all" or any(x is not None for x in others):
-            raise ValueError(
-                f'{_CALL}: lengths="all" and `parameters` are for all lengths, batch elements, heads and offsets: pass '
-                f"no `q_len`, `kv_len`, `batch`, `heads` or `q_offset`, got lengths={lengths!r} and {others}."
-            )
+        check_without_sizes(_CALL, lengths, given)
         return over_all(_CALL, (a, of_a), (b, of_b), parameters or {}, compare)
     subjects = subject_of(a, of_a), subject_of(b, of_b)
-    given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "q_offset": q_offset}
     sizes = sizes_of(_CALL, *subjects, **given)
     masks = [subject.over(_CALL, **sizes) for subject in subjects]
     found, notes = masks[0].difference(masks[1]), []

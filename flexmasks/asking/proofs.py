@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Mask
-from flexmasks.asking.formulas import Point, Table, Undecided, are_same, smallest
+from flexmasks.asking.formulas import Point, Read, Table, Undecided, are_same, smallest
 from flexmasks.asking.subject import subject_of, takes
 from flexmasks.extend import Expression, Parameter, definition_of, flatten, formula_of, in_message, inside
 
@@ -42,7 +42,7 @@ class Proof:
     implies: bool | None = None
     implied: bool | None = None
     reason: str = ""
-    first: tuple[int, ...] | None = None
+    first: tuple[int, int, int, int] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     example: Any = None
 
@@ -61,10 +61,20 @@ class Proof:
             return f"Proof(not decided for {self.over}: {self.reason})"
         if self.equal:
             return f"Proof(proved for {self.over}: a and b are the same)"
-        at = {**dict(zip(_INDICES, self.first or (), strict=True)), **self.parameters}
-        where = ", ".join(f"{name}={v.tolist() if isinstance(v, Tensor) else v}" for name, v in at.items())
+        where = _named({**dict(zip(_INDICES, self.first or (), strict=True)), **self.parameters})
         shows = "all that a shows" if self.implies else "no more than a" if self.implied else "other pairs than a"
         return f"Proof(refuted for {self.over}: b shows {shows}, and they differ at {where})"
+
+
+def check_without_sizes(call: str, lengths: Any, sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a call is for all lengths and no size is given."""
+    given = [name for name, size in sizes.items() if size is not None]
+    if lengths != "all" or given:
+        got = f"`{'`, `'.join(given)}`" if given else f"lengths={lengths!r}"
+        raise ValueError(
+            f'{call}: lengths="all", which `parameters` need, is for all lengths, batch elements, heads and offsets of '
+            f"queries: pass none of them, got {got}."
+        )
 
 
 def over_all(
@@ -89,18 +99,55 @@ def over_all(
         point = box.smallest(Expression("xor", one, other))
         if point is None:
             return Proof(box.text, True, True, True)
-        first = tuple([point.values[name] for name in _INDICES])
-        size = max(point.values[_LENGTH], 0 if box.has_length else _SIDE)
-        values: dict[str, Any] = {name: point.values[name] for name in box.names}
-        tables = _Tables(point, sides, {"b": first[0] + 1, "h": first[1] + 1}, size)
-        masks = [side.filled(values, tables.of) for side in sides]
-        if len({bool(mask(*map(torch.tensor, first))) for mask in masks}) == 1:
-            raise Undecided(f"a solver finds a difference at {first}, and the masks have none there")
-        example = over_lengths(*masks, size, batch=first[0] + 1, heads=first[1] + 1)
+        found = _Example(point, sides, box)
+        if len(found.shown) == 1:
+            raise Undecided(f"a solver finds a difference at {found.first}, and the masks have none there")
+        example = over_lengths(*found.masks, found.size, batch=found.first[0] + 1, heads=found.first[1] + 1)
     except (Undecided, ValueError, TypeError, LookupError) as reason:
         return Proof(box.text, reason=str(reason))
     implies, implied = box.are_implied(one, other), box.are_implied(other, one)
-    return Proof(box.text, False, implies, implied, "", first, values | tables.named, example)
+    return Proof(box.text, False, implies, implied, "", found.first, found.parameters, example)
+
+
+def found_over_all(
+    call: str, given: Any, params: Mapping[str, Any], documents: Mask | None, limits: Limits
+) -> Iterator[tuple[str, str, tuple[int, int, int, int] | None]]:
+    """Yield what is true of a mask at some length and for some values of parameters: a kind of finding, words, and the
+    smallest (b, h, q, kv). The kind is "not decided", without a pair, where the words say why.
+
+    documents: a mask of pairs outside of which the mask is to show none.
+    """
+    sides = [_Side(call, given, params, limits)]
+    sides += [] if documents is None else [_Side(call, documents, {}, limits)]
+    box = _Box(call, limits, sides)
+    q, kv = Expression("q"), Expression("kv")
+    try:
+        shown, *same = [side.expression(box.symbols) for side in sides]
+    except Undecided as reason:
+        yield "not decided", str(reason), None
+        return
+    hidden = Expression("xor", shown, True)
+    questions: dict[str, tuple[Any, str | None, str]] = {
+        "sees the future": (Expression("and_", shown, kv > q), None, "a query sees a later key"),
+        "does not see itself": (Expression("and_", hidden, kv == q), None, "a query hides its own key"),
+        "sees nothing": (shown, "kv", "a query sees no key"),
+        "seen by nobody": (shown, "q", "no query sees a key"),
+    }
+    for document in same:
+        crosses = Expression("and_", shown, Expression("xor", document, True))
+        questions["crosses a document"] = crosses, None, "a query sees a key of another document"
+    for kind, (condition, nowhere, words) in questions.items():
+        try:
+            point = box.smallest(condition, nowhere)
+            if point is not None:
+                found = _Example(point, sides, box)
+                yield kind, f"{words} with {_named({'q_len': point.values[_LENGTH], **found.parameters})}", found.first
+        except (Undecided, ValueError, TypeError, LookupError) as reason:
+            yield "not decided", f"{kind}: {reason}", None
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={v.tolist() if isinstance(v, Tensor) else v}" for name, v in values.items())
 
 
 class _Side:
@@ -226,8 +273,8 @@ class _Box:
         if self.smallest(True) is None:
             raise ValueError(f"{call}: `parameters` leaves no values, got {dict(limits)}.")
 
-    def smallest(self, condition: Any) -> Point | None:
-        return smallest(self._order, self._domain, condition, self._tables)
+    def smallest(self, condition: Any, nowhere: str | None = None) -> Point | None:
+        return smallest(self._order, self._domain, condition, self._tables, nowhere)
 
     def are_implied(self, one: Any, other: Any) -> bool | None:
         """Whether the pairs that one mask shows are shown by the other, None if that is not decided."""
@@ -264,32 +311,41 @@ def _specified_limit(text: str) -> Any:
     return Expression("parameter", _LENGTH) - int(less or 0) if size in ("S", "Q", "KV") else None
 
 
-class _Tables:
-    """Tables for a counterexample, in place of those that the masks have.
+class _Example:
+    """Masks with the numbers and tables of a point where a formula holds.
 
-    lengths: the numbers of batch elements and heads, by the names of their indices.
-    size: the number of queries and keys.
+    first: b, h, q and kv there.
+    size: the number of queries and keys of the tables.
+    shown: what the masks say of the pair.
     """
 
-    def __init__(self, point: Point, sides: Sequence[_Side], lengths: Mapping[str, int], size: int) -> None:
-        self._made: list[tuple[Tensor, Tensor]] = []
-        reads = {id(read.table): [other for other in point.reads if other.table is read.table] for read in point.reads}
+    def __init__(self, point: Point, sides: Sequence[_Side], box: _Box) -> None:
+        b, h, q, kv = (point.values[name] for name in _INDICES)
+        self.first = b, h, q, kv
+        self.size = max(point.values[_LENGTH], 0 if box.has_length else _SIDE)
+        self._tables: list[tuple[Tensor, Tensor]] = []
         tables = [table for side in sides for table in side.tables]
-        for group in reads.values():
-            old = group[0].table
+        for old in {id(read.table): read.table for read in point.reads}.values():
             if not any(are_same(old, table) for _, table in tables):
-                raise Undecided("the masks differ for other values of a table that one of them computes")
-            shape = []
-            for n in range(old.ndim):
-                index = {getattr(read.indices[n], "operation", "") for read in group}
-                least = 1 + max(read.places[n] for read in group)
-                shape.append(lengths[index.pop()] if index in ({"b"}, {"h"}) else max(size, least))
-            new = torch.full(shape, min(read.value for read in group), dtype=old.dtype, device=old.device)
-            for read in sorted(group, key=lambda read: read.places):
-                new[read.places[:-1]][read.places[-1] :] = read.value
-            self._made.append((old, new))
-        self.named = {name: self.of(table) for name, table in tables if name and self.of(table) is not table}
+                raise Undecided("it depends on the values of a table that a mask computes")
+            self._tables.append((old, self._made(old, [read for read in point.reads if read.table is old])))
+        values: dict[str, Any] = {name: point.values[name] for name in box.names}
+        self.masks = [side.filled(values, self._table) for side in sides]
+        named = {name: self._table(table) for name, table in tables if name and self._table(table) is not table}
+        self.parameters = values | named
+        self.shown = {bool(mask(*map(torch.tensor, self.first))) for mask in self.masks}
 
-    def of(self, table: Tensor) -> Tensor:
-        """Return the tensor in place of a mask's own, or the same if nothing reads it."""
-        return next((new for old, new in self._made if are_same(old, table)), table)
+    def _table(self, table: Tensor) -> Tensor:
+        """The tensor in place of a mask's own, or the same if the formula reads nothing of it."""
+        return next((new for old, new in self._tables if are_same(old, table)), table)
+
+    def _made(self, old: Tensor, reads: Sequence[Read]) -> Tensor:
+        shape = []
+        for n in range(old.ndim):
+            index = {getattr(read.indices[n], "operation", "") for read in reads}
+            least = 1 + max(read.places[n] for read in reads)
+            shape.append(least if index in ({"b"}, {"h"}) else max(self.size, least))
+        new = torch.full(shape, min(read.value for read in reads), dtype=old.dtype, device=old.device)
+        for read in sorted(reads, key=lambda read: read.places):
+            new[read.places[:-1]][read.places[-1] :] = read.value
+        return new

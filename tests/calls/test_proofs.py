@@ -1,9 +1,10 @@
-"""`flexmasks.compare` for all lengths and parameters: what is proved, refuted and not decided."""
+"""`flexmasks.compare` and `check` for all lengths and parameters: what is proved, refuted and not decided."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -180,6 +181,72 @@ def test_random_pairs_with_tables(examples: int) -> None:
     assert verdicts["not decided"] <= examples / 10
 
 
+# --- what `check` finds ---
+
+
+def wrong_pairs(kind: str, shown: Tensor) -> Tensor:
+    """Return the pairs that show a finding in a mask [n, n]; for rows and columns those of the first key or query."""
+    n = torch.arange(len(shown))
+    first_key, first_query = n == 0, (n == 0)[:, None]
+    return {
+        "sees the future": shown & (n > n[:, None]),
+        "does not see itself": ~shown & (n == n[:, None]),
+        "sees nothing": ~shown.any(1, keepdim=True) & first_key,
+        "seen by nobody": ~shown.any(0) & first_query,
+    }[kind]
+
+
+def check_findings(seed: int) -> None:
+    draw = random.Random(seed)
+    tree = drawn(draw, 2, False)
+    box = {name: limits[0] for name, limits in limits_of(tree).items() if len(limits) == 1 and draw.random() < 0.3}
+    found = flexmasks.check(made(tree, {}), lengths="all", parameters=box)
+    samples = [{n: draw.randint(*limits) for n, limits in box.items()} for _ in range(3)]
+    undecided = [f.words for f in found if f.kind == "not decided"]
+    for kind in ("sees the future", "does not see itself", "sees nothing", "seen by nobody"):
+        finding, case = found.of(kind), (seed, tree, box, found)
+        if any(words.startswith(kind) for words in undecided):
+            continue
+        least = 14 if finding is None else int(re.search(r"q_len=(\d+)", finding.words)[1])
+        for values in samples:  # no finding is missed, and none is at a smaller length
+            for n in range(1, min(least, 14)):
+                dense = flexmasks.dense_mask(made(tree, values), n, batch=1, heads=1)[0, 0]
+                assert not wrong_pairs(kind, dense).any(), (kind, n, values, case)
+        if finding is not None:
+            own = {n: int(value) for n, value in re.findall(r"(\w+)=(-?\d+)", finding.words) if n in box}
+            b, h, q, kv = finding.pair
+            dense = flexmasks.dense_mask(made(tree, own), least, batch=b + 1, heads=h + 1)[-1, -1]
+            assert wrong_pairs(kind, dense)[q, kv], (kind, case)
+
+
+@short_and_campaign(40, 500)
+def test_findings_of_random_masks(examples: int) -> None:
+    for seed in range(FIRST, FIRST + examples):
+        check_findings(seed)
+
+
+def test_findings_for_all_lengths() -> None:
+    assert not flexmasks.check("causal", lengths="all")
+    assert not flexmasks.check("sliding_window", lengths="all", parameters={"window": (0, None)})
+    future = flexmasks.check("prefix_lm", lengths="all", parameters={"prefix_len": (0, None)}, forbid="sees the future")
+    assert [(f.kind, f.severity, f.pair) for f in future] == [("sees the future", "error", (0, 0, 0, 1))]
+    assert "q_len=2, prefix_len=2" in future[0].words
+    later = flexmasks.check(lambda b, h, q, kv: kv <= q - 3, lengths="all")
+    assert {f.kind: f.pair for f in later} == {
+        "does not see itself": (0, 0, 0, 0),
+        "sees nothing": (0, 0, 0, 0),
+        "seen by nobody": (0, 0, 0, 0),
+    }
+
+
+def test_documents_that_are_crossed() -> None:
+    causal, own = masks.causal(), masks.document(document_ids=IDS)
+    (crossed,) = flexmasks.check(causal, lengths="all", document_ids=IDS)
+    assert (crossed.kind, crossed.severity, crossed.pair) == ("crosses a document", "error", (0, 0, 1, 0))
+    kinds = [f.kind for f in flexmasks.check(causal & own, lengths="all", document_ids=IDS)]
+    assert kinds == ["not decided", "not decided"]  # whether a row or a column is empty
+
+
 # --- known answers ---
 
 
@@ -330,7 +397,11 @@ UNDECIDED: dict[str, tuple[Any, Any, str]] = {
     "a negative index": ("causal", lambda b, h, q, kv: IDS[q - kv] > 0, "may read a table at a negative index"),
     "a division": ("causal", lambda b, h, q, kv: q // (kv - 3) > 0, "may divide by 0"),
     "another maximum": ("causal", lambda b, h, q, kv: torch.max(q) >= kv, "`maximum` of such values"),
-    "computed tables": (masks.bidirectional_spans(span_ids=[0, 0, -1]), "causal", "a table that one of them computes"),
+    "computed tables": (
+        masks.bidirectional_spans(span_ids=[0, 0, -1]),
+        "causal",
+        "the values of a table that a mask computes",
+    ),
     "a canvas": (masks.natten(height=4, width=4, kernel=3), "causal", "the canvas does not match the length"),
 }
 
@@ -351,7 +422,7 @@ def test_sums_of_booleans_are_booleans() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a length": ({"q_len": 8}, "pass no `q_len`"),
+    "a length": ({"q_len": 8}, "pass none of them, got `q_len`"),
     "another word": ({"lengths": "every"}, "got lengths='every'"),
     "an unknown name": ({"parameters": {"windo": (1, 2)}}, "names `windo`; the parameters of these masks are `window`"),
     "a number": ({"parameters": {"window": 3}}, r"has limits, such as \{'window': \(0, None\)\}"),
