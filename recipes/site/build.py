@@ -160,8 +160,7 @@ def undocumented() -> Iterator[str]:
 def stale() -> Iterator[str]:
     """Yield a line for each page whose figures are not those of its results."""
     sys.path.append(str(ROOT / "tests"))
-    import test_readme
-
+    test_readme = importlib.import_module("test_readme")
     for name in test_readme.GENERATED:
         if (ROOT / name).read_text(encoding="utf-8") != test_readme.up_to_date(name):
             yield f"{name} is older than what it is made of: run `python tests/test_readme.py`"
