@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from flexmasks.asking.check import Finding as Finding
     from flexmasks.asking.check import Findings as Findings
     from flexmasks.asking.check import check as check
+    from flexmasks.asking.compare import Comparison as Comparison
+    from flexmasks.asking.compare import compare as compare
+    from flexmasks.integrations.watching import watch as watch
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
     from flexmasks.pictures.show import show as show
@@ -53,7 +56,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
-    "compare", "Comparison", "check", "Finding", "Findings", "Proof",
+    "compare", "Comparison", "check", "Finding", "Findings", "Proof", "watch",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -75,6 +78,7 @@ _MODULES = {
     "plan": "flexmasks.planning",
     "safe_globals": "flexmasks.plans.portable",
     "scaled_masked_softmax": "flexmasks.softmax",
+    "watch": "flexmasks.integrations.watching",
 }
 
 _LATER = ("flex", "integrations", "trees")  # modules that are imported at their first use

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import masking_utils
 
+import flexmasks
 from flexmasks.integrations import distributed, huggingface
 from flexmasks.integrations.distributed import shards
 from flexmasks.integrations.distributed.balance import balance
@@ -245,7 +246,7 @@ def wrong(what: str) -> None:
             with mock.patch("transformers.models.bert.modeling_bert.create_bidirectional_mask", own):
                 model(**parts)
         elif what == "masks":
-            huggingface.masks(model, **parts, **options)
+            flexmasks.watch(model, **parts, **options)
         elif what == "generate":
             model.eval().generate(**parts, max_new_tokens=3)
         elif what == "cache":

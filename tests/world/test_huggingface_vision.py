@@ -1,18 +1,15 @@
-"""Vision towers of Hugging Face's models that attend to all images in one call, and the masks of models."""
+"""Vision towers of Hugging Face's models that attend to all images in one call."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
 
-import flexmasks
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as adapter
 
@@ -240,151 +237,3 @@ def test_models_that_cannot_be_patched() -> None:
         huggingface.patch_vision(tower)
     tower.set_attn_implementation("flexmasks")
     assert huggingface.patch_vision(tower) == 3
-
-
-# --- masks of a model's layers ---
-
-LENGTH, WINDOW = 300, 70
-TEXT = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-}  # fmt: skip
-WINDOWS = ["model.layers.0.self_attn", "model.layers.2.self_attn", "model.layers.3.self_attn"]
-FULL = ["model.layers.1.self_attn"]
-QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-
-
-@functools.cache
-def decoder(implementation: str = "flexmasks") -> Any:
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**copy.deepcopy(TEXT))
-    return transformers.Gemma3ForCausalLM._from_config(config, attn_implementation=implementation)
-
-
-def _ids(batch: int = 1, length: int = LENGTH) -> Tensor:
-    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def check_masks(found: huggingface.LayerMasks, causal: Tensor, windows: Tensor) -> None:
-    """Compare the masks of the decoder with booleans, [batch or 1, 1, queries, keys]."""
-    assert list(found) == sorted([*WINDOWS, *FULL])
-    assert [names for _, names in found.distinct] == [WINDOWS, FULL]
-    for names, visible in ((WINDOWS, windows), (FULL, causal)):
-        for name in names:
-            layer = found[name]
-            assert (layer.q_len, layer.kv_len) == visible.shape[-2:]
-            sizes = {"batch": layer.batch, "heads": layer.heads, "q_offset": layer.q_offset}
-            dense = flexmasks.dense_mask(layer.mask, layer.q_len, layer.kv_len, **sizes)
-            assert torch.equal(dense, visible.expand_as(dense)), name
-            assert dense.shape[0] >= visible.shape[0]
-            assert layer.sparsity == pytest.approx(_skipped(visible))
-    mean = (3 * _skipped(windows) + _skipped(causal)) / 4
-    assert found.sparsity == pytest.approx(mean)
-
-
-def _skipped(visible: Tensor) -> float:
-    """Return the share of the pairs that lie in blocks of 128 x 128 without visible pairs."""
-    blocks = [block for rows in visible.split(128, 2) for part in rows.split(128, 3) for block in part]
-    return sum(block.numel() for block in blocks if not block.any()) / visible.numel()
-
-
-CAUSAL = (QUERY >= KEY)[None, None]
-SLIDING = CAUSAL & (QUERY - KEY < WINDOW)
-
-
-def test_masks_of_a_decoder() -> None:
-    check_masks(huggingface.masks(decoder(), _ids()), CAUSAL, SLIDING)
-    padding = torch.ones(2, LENGTH, dtype=torch.int64)
-    padding[1, 100:] = 0
-    real = padding.bool()[:, None, None]
-    found = huggingface.masks(decoder(), input_ids=_ids(2), attention_mask=padding)
-    check_masks(found, CAUSAL & real, SLIDING & real)
-    positions = torch.cat([torch.arange(170), torch.arange(LENGTH - 170)])[None]
-    same = (QUERY < 170) == (KEY < 170)
-    found = huggingface.masks(decoder(), input_ids=_ids(), position_ids=positions, use_cache=False)
-    check_masks(found, CAUSAL & same, SLIDING & same)
-
-
-def test_masks_of_a_step_with_a_cache() -> None:
-    own, other = (transformers.DynamicCache(config=decoder().config) for _ in range(2))
-    first, last = _ids().split([290, LENGTH - 290], 1)
-    huggingface.masks(decoder(), first, past_key_values=own, use_cache=True)
-    found = huggingface.masks(decoder(), input_ids=last, past_key_values=own)
-    with torch.no_grad():
-        for part in (first, last):
-            decoder("eager")(part, past_key_values=other, use_cache=True)
-    for layer, want in zip(own.layers, other.layers, strict=True):  # later layers' keys need earlier layers' outputs
-        assert torch.allclose(layer.keys, want.keys, atol=TOLERANCE)
-    kept = 290 - (WINDOW - 1)  # a cache of windows drops what no later query sees
-    check_masks(found, CAUSAL[:, :, 290:], SLIDING[:, :, 290:, kept:])
-
-
-def test_masks_that_users_plan() -> None:
-    every_third = create_block_mask(lambda b, h, q, kv: kv % 3 == 0, None, None, LENGTH, LENGTH, device="cpu")
-    given = {"full_attention": every_third, "sliding_attention": every_third}
-    found = huggingface.masks(decoder(), input_ids=_ids(), attention_mask=given)
-    ((layer, names),) = found.distinct
-    assert len(names) == 4
-    assert torch.equal(flexmasks.dense_mask(layer.mask, LENGTH)[0, 0], (KEY % 3 == 0).expand(LENGTH, -1))
-
-
-def test_pictures_of_the_masks() -> None:
-    found = huggingface.masks(decoder(), _ids())
-    text, html = repr(found), found._repr_html_()
-    assert text.startswith("4 calls of attention, 2 different masks; on average")
-    for shown in (text, html):
-        assert "model.layers.{0,2-3}.self_attn" in shown
-        assert "model.layers.1.self_attn" in shown
-        for visible in (CAUSAL, SLIDING):
-            assert f"{_skipped(visible):.1%} skipped in blocks of 128 x 128" in shown
-    assert html.count("<svg") == 2
-    assert len(html) < 100_000
-    for layer, picture in ((found[FULL[0]], "causal"), (found[WINDOWS[0]], "sliding_window")):
-        params = {"window": WINDOW - 1} if picture == "sliding_window" else {}
-        drawn = flexmasks.draw(picture, LENGTH, **params)
-        assert layer.draw().svg() == drawn.svg()
-        assert drawn.svg() in layer._repr_html_()
-        assert drawn.svg() in html
-        assert repr(layer).endswith(drawn.text())
-    formatters = pytest.importorskip("IPython.core.formatters")
-    for shown in (found, found[FULL[0]]):
-        data, _ = formatters.DisplayFormatter().format(shown)
-        assert [kind for kind, value in data.items() if "<svg" in value] == ["text/html"]
-
-
-def test_masks_leave_the_model_as_it_is() -> None:
-    model = decoder()
-    model.train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    found = huggingface.masks(compiled, _ids())
-    assert [names for _, names in found.distinct] == [[f"_orig_mod.{n}" for n in x] for x in (WINDOWS, FULL)]
-    assert [module.training for module in model.modules()] == modes
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(ValueError, match="You must specify"):
-        huggingface.masks(model)
-    assert [module.training for module in model.modules()] == modes
-    assert not adapter._WATCHING
-    model.eval()
-
-
-def test_masks_of_images() -> None:
-    (tower,) = towers("Qwen2.5-VL", "flexmasks")
-    split = huggingface.masks(tower, patches(), GRID)
-    assert {"blocks.1.attn", "blocks.1.attn (call 4)"} <= set(split)  # a call for each frame
-    assert all(mask.mask.name == "full" for mask in split.values())
-    huggingface.patch_vision(tower)
-    found = huggingface.masks(tower, patches(), GRID)
-    assert [names for _, names in found.distinct] == [["blocks.0.attn", "blocks.2.attn"], ["blocks.1.attn"]]
-    frame = torch.repeat_interleave(torch.arange(FRAMES), torch.repeat_interleave(GRID[:, 1] * GRID[:, 2], GRID[:, 0]))
-    dense = flexmasks.dense_mask(found["blocks.1.attn"].mask, PATCHES)[0, 0]
-    assert torch.equal(dense, frame[:, None] == frame)
-
-
-def test_models_without_masks() -> None:
-    with pytest.raises(ValueError, match=r"no layer of Gemma3ForCausalLM attends by flexmasks. Call `huggingface.reg"):
-        huggingface.masks(decoder("eager"), _ids())
-    with pytest.raises(TypeError, match=r"masks: `model` must be a torch.nn.Module, got str"):
-        huggingface.masks("google/gemma-3-1b")  # type: ignore[arg-type]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from flexmasks.extend import says_what_to_write
 from flexmasks.integrations.huggingface.attention import attend
-from flexmasks.integrations.huggingface.explore import LayerMask as LayerMask
-from flexmasks.integrations.huggingface.explore import LayerMasks as LayerMasks
-from flexmasks.integrations.huggingface.explore import masks
 from flexmasks.integrations.huggingface.late import LateMask as LateMask
 from flexmasks.integrations.huggingface.late import make_mask
 from flexmasks.integrations.huggingface.sharding import sharded
 from flexmasks.integrations.huggingface.vision import patch_vision
 
-__all__ = ["masks", "patch_vision", "register", "sharded"]
+__all__ = ["patch_vision", "register", "sharded"]
 
 _OWN_WORDS = ("flash", "sdpa", "flex_attention", "eager", "paged")  # transformers finds its own by parts of a name
 

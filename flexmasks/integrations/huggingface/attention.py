@@ -155,6 +155,11 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
+def is_own(function: Callable[..., Any]) -> bool:
+    """Whether an attention function is `attend`, also one that somebody listens to."""
+    return inspect.unwrap(function) is inspect.unwrap(attend)
+
+
 class _Layer(NamedTuple):
     """What the mask of a layer follows from, see `attend`.
 
@@ -406,7 +411,7 @@ def _visible(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2
 
 
-def _documents(position_ids: Tensor) -> Tensor:
+def documents_of(position_ids: Tensor) -> Tensor:
     """The number of each token's document; one starts where positions do not go on by one."""
     first = position_ids[:, :1] - 1
     return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
@@ -467,7 +472,7 @@ def _is_of_tokens(position_ids: Tensor | None, length: int) -> TypeGuard[Tensor]
 
 def _several_documents(position_ids: Tensor) -> Tensor | None:
     """The number of each token's document, or None if each row is one document."""
-    documents = _derived(_documents, position_ids)
+    documents = _derived(documents_of, position_ids)
     if may_keep(documents.device) and not bool(_derived(_has_several, documents)):
         return None
     return documents
@@ -565,5 +570,5 @@ def _problem(layer: _Layer) -> str:
             "no cross-attention to another sequence."
         )
     if _WATCHING:
-        return "`huggingface.masks` shows the masks of whole sequences; call it outside of `sharded`."
+        return "`flexmasks.watch` shows the masks of whole sequences; call it outside of `sharded`."
     return ""

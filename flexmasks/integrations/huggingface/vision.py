@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flexmasks.extend import says_what_to_write
-from flexmasks.integrations.huggingface.attention import attend
+from flexmasks.integrations.huggingface.attention import is_own
 
 _CALL = "flexmasks.integrations.huggingface.patch_vision"
 _MARK = "runs_all_images_at_once"  # an attribute of patched layers
@@ -86,7 +86,8 @@ def _arguments(layer: nn.Module) -> tuple[str, ...] | None:
 def _is_own(layer: Any) -> bool:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS.get(layer.config._attn_implementation) is attend
+    function = ALL_ATTENTION_FUNCTIONS.get(layer.config._attn_implementation)
+    return function is not None and is_own(function)
 
 
 def _with_one_turn(
