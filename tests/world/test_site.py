@@ -27,7 +27,7 @@ import build
 import flexmasks
 import gallery
 import plots
-from flexmasks.spec.definitions import is_by_library
+from flexmasks.spec.definitions import definition, is_by_library
 
 pytestmark = pytest.mark.xdist_group("site")  # it is built once
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -78,6 +78,7 @@ def test_plots_show_what_was_measured(site: Path) -> None:
         assert any(len(bars) > 1 for bars in groups), plot.title
 
 
+OF_MASKS_TOO = {("score", "packed"), ("score", "paged"), ("score", "checkerboard")}  # or an example only
 NAMES = [(module, name) for module in build.MODULES for name in build.public_names(module)]
 
 
@@ -142,6 +143,15 @@ def test_links_between_files_lead_from_page_to_page() -> None:
     for wrong in ("[x](gone.md)", "![x](gone.svg)"):
         with pytest.raises(SystemExit, match=r"recipes/a.md: gone.\w+ leads nowhere"):
             build.linked(wrong, "recipes/a.md", "guides/a.md", places)
+
+
+def test_each_mask_and_score_has_a_job() -> None:
+    text = (build.HERE / "docs/which_mask.md").read_text()
+    named = dict(re.findall(r"\[`(\w+)\(([^)]*)\)`\]", text))
+    for entry in (*flexmasks.list_masks(), *flexmasks.list_scores()):
+        if is_by_library(entry.kind, entry.name) and (entry.kind, entry.name) not in OF_MASKS_TOO:
+            parameters = definition(entry.kind, entry.name).parameters.values()
+            assert named[entry.name] == ", ".join(p.name for p in parameters if p.required), entry.name
 
 
 @pytest.fixture(scope="module")
