@@ -63,6 +63,25 @@ FAULTS: list[Fault] = [
     Fault("blocks/difference.py", "(batch // of_batch) * (heads // of_heads)", "batch // of_batch"),
     Fault("asking/compare.py", "            if first is not None:", "            if only_a:"),
     Fault("asking/picture.py", "torch.where(only_a & only_b, _EITHER, kinds)", "kinds"),
+    # --- formulas: proofs of what is false, and differences that are not the smallest ---
+    Fault("asking/formulas.py", "self._z3.If(y > 0, x / y, (-x) / (-y))", "x / y"),
+    Fault("asking/formulas.py", "(x if divisor > 0 else x.neg())", "x"),
+    Fault("asking/formulas.py", '"or_" if operation == "add" else "and_"', "operation"),
+    Fault("asking/formulas.py", "one[-1] <= other[-1]), x <= y", "one[-1] <= other[-1]), x == y"),
+    Fault("asking/formulas.py", "            if solver.check(mistake) != z3.unsat:", "            if False:"),
+    Fault("asking/formulas.py", "least = middle + 1", "least = value(term)"),
+    Fault("asking/formulas.py", "found = within - found.eliminate", "found = found - found.eliminate"),
+    Fault("asking/proofs.py", "pairs += [self._specified(name, tensor) for name in names]", "pairs += [(None, None)]"),
+    Fault(
+        "asking/proofs.py",
+        "conditions += [symbol <= distance, -symbol <= distance]",
+        "conditions += [symbol <= distance]",
+    ),
+    Fault(
+        "asking/proofs.py",
+        "box.are_implied(one, other), box.are_implied(other, one)",
+        "box.are_implied(one, other), None",
+    ),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),
     Fault("ranges/arithmetic.py", "torch.maximum(x.hi, -x.lo)\n    if", "torch.maximum(x.hi, x.lo)\n    if"),

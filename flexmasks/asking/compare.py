@@ -119,7 +119,8 @@ def compare(
             positions of queries and keys from 0 on. islpy and z3 prove it (`pip install 'flexmasks[proofs]'`). They
             read sums, comparisons, `//` and `%`, which round down, minima, maxima, absolute values and `torch.where`,
             of whole numbers that do not overflow. Numbers stay as they are, but for those in `parameters`. A tensor
-            stands for any tensor of its dtype; equal tensors stand for the same one.
+            stands for any tensor of its dtype, and equal tensors for the same one; what masks compute of one, as its
+            length, stays.
         parameters: with `lengths`, which parameters of a and b, or variables that their functions captured, stand for
             many values, and for which: `{"window": (1, None)}` for all from 1 on. A limit is a number, None, another
             of these names, or "q_len", the number of queries and of keys. A name that a and b share has one value in

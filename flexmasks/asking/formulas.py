@@ -266,15 +266,16 @@ class _WithTables(_Theory):
             found = model.eval(x, model_completion=True)
             return int(z3.is_true(found)) if isinstance(found, z3.BoolRef) else found.as_long()
 
-        for symbol in self.symbols.values():  # by halves, which is faster than what z3 has for it
-            least = -abs(value(symbol))
-            while least < value(symbol):
-                middle = (least + value(symbol)) // 2
-                if solver.check(symbol <= middle) == z3.sat:
+        places = [place for _, _, at, _ in self._reads for place in at]
+        for term in [*self.symbols.values(), *places]:  # by halves, which is faster than what z3 has for it
+            least = -abs(value(term))
+            while least < value(term):
+                middle = (least + value(term)) // 2
+                if solver.check(term <= middle) == z3.sat:
                     model = solver.model()
                 else:
                     least = middle + 1
-            solver.add(symbol == value(symbol))
+            solver.add(term == value(term))
         reads = [Read(table, indices, tuple(map(value, places)), value(x)) for table, indices, places, x in self._reads]
         return Point({name: value(symbol) for name, symbol in self.symbols.items()}, reads)
 

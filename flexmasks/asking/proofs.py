@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,22 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import Mask
 from flexmasks.asking.formulas import Point, Read, Table, Undecided, are_same, smallest
 from flexmasks.asking.subject import subject_of, takes
-from flexmasks.extend import Expression, Parameter, definition_of, flatten, formula_of, in_message, inside
+from flexmasks.extend import (
+    Expression,
+    MaskOverLengths,
+    Parameter,
+    definition_of,
+    flatten,
+    formula_of,
+    in_message,
+    inside,
+)
 
 Limits = Mapping[str, tuple[int | str | None, int | str | None] | Literal["increasing"]]  # of parameters, by name
 _INDICES = ("b", "h", "q", "kv")
 _LENGTH = "q_len"  # of queries and of keys
 _SIDE = 8  # of the picture of a counterexample
+_LARGEST = 1 << 24  # elements of its tables
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +110,7 @@ def over_all(
         point = box.smallest(Expression("xor", one, other))
         if point is None:
             return Proof(box.text, True, True, True)
-        found = _Example(point, sides, box)
+        found = _Example(point, sides, box, 0 if box.has_length else _SIDE)
         if len(found.shown) == 1:
             raise Undecided(f"a solver finds a difference at {found.first}, and the masks have none there")
         example = over_lengths(*found.masks, found.size, batch=found.first[0] + 1, heads=found.first[1] + 1)
@@ -128,26 +139,33 @@ def found_over_all(
         return
     hidden = Expression("xor", shown, True)
     questions: dict[str, tuple[Any, str | None, str]] = {
-        "sees the future": (Expression("and_", shown, kv > q), None, "a query sees a later key"),
         "does not see itself": (Expression("and_", hidden, kv == q), None, "a query hides its own key"),
+        "sees the future": (Expression("and_", shown, kv > q), None, "a query sees a later key"),
         "sees nothing": (shown, "kv", "a query sees no key"),
         "seen by nobody": (shown, "q", "no query sees a key"),
     }
     for document in same:
         crosses = Expression("and_", shown, Expression("xor", document, True))
         questions["crosses a document"] = crosses, None, "a query sees a key of another document"
+    sees_itself = False
     for kind, (condition, nowhere, words) in questions.items():
         try:
-            point = box.smallest(condition, nowhere)
+            point = None if nowhere and sees_itself else box.smallest(condition, nowhere)
+            sees_itself |= kind == "does not see itself" and point is None
             if point is not None:
-                found = _Example(point, sides, box)
-                yield kind, f"{words} with {_named({'q_len': point.values[_LENGTH], **found.parameters})}", found.first
+                found = _Example(point, sides, box, 0)
+                batch, heads = found.first[0] + 1, found.first[1] + 1
+                MaskOverLengths(
+                    call, found.masks[0], q_len=found.size, batch=batch, heads=heads
+                )  # may refuse this length
+                yield kind, f"{words} with {_named({_LENGTH: found.size, **found.parameters})}", found.first
         except (Undecided, ValueError, TypeError, LookupError) as reason:
             yield "not decided", f"{kind}: {reason}", None
 
 
 def _named(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={v.tolist() if isinstance(v, Tensor) else v}" for name, v in values.items())
+    short = {n: v.tolist() if isinstance(v, Tensor) and v.numel() <= 2 * _SIDE else v for n, v in values.items()}
+    return ", ".join(f"{name}={in_message(v) if isinstance(v, Tensor) else v}" for name, v in short.items())
 
 
 class _Side:
@@ -315,14 +333,14 @@ class _Example:
     """Masks with the numbers and tables of a point where a formula holds.
 
     first: b, h, q and kv there.
-    size: the number of queries and keys of the tables.
+    size: the number of queries and keys, at least `least`.
     shown: what the masks say of the pair.
     """
 
-    def __init__(self, point: Point, sides: Sequence[_Side], box: _Box) -> None:
+    def __init__(self, point: Point, sides: Sequence[_Side], box: _Box, least: int) -> None:
         b, h, q, kv = (point.values[name] for name in _INDICES)
         self.first = b, h, q, kv
-        self.size = max(point.values[_LENGTH], 0 if box.has_length else _SIDE)
+        self.size = max(point.values[_LENGTH], least)
         self._tables: list[tuple[Tensor, Tensor]] = []
         tables = [table for side in sides for table in side.tables]
         for old in {id(read.table): read.table for read in point.reads}.values():
@@ -345,6 +363,8 @@ class _Example:
             index = {getattr(read.indices[n], "operation", "") for read in reads}
             least = 1 + max(read.places[n] for read in reads)
             shape.append(least if index in ({"b"}, {"h"}) else max(self.size, least))
+        if math.prod(shape) > _LARGEST:
+            raise Undecided(f"an example needs a table of shape {shape}")
         new = torch.full(shape, min(read.value for read in reads), dtype=old.dtype, device=old.device)
         for read in sorted(reads, key=lambda read: read.places):
             new[read.places[:-1]][read.places[-1] :] = read.value

@@ -30,7 +30,7 @@ def always(n: int, index: Tensor) -> Tensor | int:
     function's own indices. `index % 1` is used because torch folds `index * 0` into a constant. On a CPU the plain
     number makes kernels up to 1.5 times as fast.
     """
-    if index.device.type in _DEVICES_OF_CONSTANT_INDICES:
+    if index.device is None or index.device.type in _DEVICES_OF_CONSTANT_INDICES:  # None: an index of a formula
         return n
     return index % 1 + n if n else index % 1
 

@@ -59,6 +59,8 @@ WRITTEN = [
     *("torch.logical_and(kv % {n}, q >= kv)", "(q > {k}) + (kv > {n})", "torch.where(q % {n} == 0, kv < {k}, True)"),
 ]
 OF_TABLES = ["doc[q] == doc[kv]", "doc[kv] <= doc[q]", "kv < lens[b]", "(doc[q] // {n} == doc[kv] // {n}) & (kv <= q)"]
+PADDING = torch.tensor([0, 3])
+KEPT = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) < 0.8
 TABLES = {"torch": torch, "number": torch.tensor(5), "doc": torch.arange(LENGTH) // 7, "lens": torch.tensor([9, 30])}
 Tree = tuple[Any, ...]  # ("&", tree, tree), ("|", tree, tree), ("~", tree), ("named", name, params), ("written", code)
 
@@ -243,8 +245,19 @@ def test_documents_that_are_crossed() -> None:
     causal, own = masks.causal(), masks.document(document_ids=IDS)
     (crossed,) = flexmasks.check(causal, lengths="all", document_ids=IDS)
     assert (crossed.kind, crossed.severity, crossed.pair) == ("crosses a document", "error", (0, 0, 1, 0))
-    kinds = [f.kind for f in flexmasks.check(causal & own, lengths="all", document_ids=IDS)]
-    assert kinds == ["not decided", "not decided"]  # whether a row or a column is empty
+    assert not flexmasks.check(causal & own, lengths="all", document_ids=IDS)
+    by_itself = flexmasks.check("document", lengths="all", document_ids=IDS)
+    assert [(f.kind, f.pair) for f in by_itself] == [("sees the future", (0, 0, 0, 1))]
+
+
+def test_findings_that_are_not_decided() -> None:
+    kept = flexmasks.check(masks.key_padding(attention_mask=KEPT), lengths="all", forbid="not decided")
+    assert [f.kind for f in kept.errors] == ["not decided", "not decided"]  # whether a row or a column is empty
+    canvas = flexmasks.check(masks.natten(height=4, width=4, kernel=3), lengths="all")
+    assert {f.kind for f in canvas} == {"not decided"}
+    assert "the canvas does not match the length" in canvas[0].words
+    (formula,) = flexmasks.check(lambda b, h, q, kv: q.float() >= kv, lengths="all")
+    assert (formula.kind, formula.pair) == ("not decided", None)
 
 
 # --- known answers ---
@@ -454,15 +467,20 @@ def test_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("causal", masks.strided(stride=1)).equal
 
 
+def test_a_table_that_holds_indices_of_another() -> None:
+    documents, texts = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 5])
+    mask = lambda b, h, q, kv: (kv <= q) & (texts[documents[q]] == texts[documents[kv]])  # noqa: E731
+    assert "negative index" in asked("causal", mask).reason
+    proof = asked(masks.document(document_ids=documents) & "causal", mask, {"documents": (0, None)})
+    assert (proof.implies, proof.implied, proof.first) == (True, False, (0, 0, 1, 0))
+    assert proof.parameters["texts"].numel() <= 8
+
+
 # --- masks of other libraries ---
 
 
 def masking() -> Any:
     return pytest.importorskip("transformers.masking_utils")
-
-
-PADDING = torch.tensor([0, 3])
-KEPT = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) < 0.8
 
 
 def of_transformers(m: Any) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
