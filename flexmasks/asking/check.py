@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -164,9 +166,10 @@ def check(
     if documents is not None and sizes["batch"] is None:
         sizes["batch"] = implied_size(documents, "B")
     closed = sizes | {name: sizes[name] or 1 for name in ("batch", "heads")}
-    found = _of_reads(MaskOverLengths(_CALL, subject.mask, **closed))
+    over = MaskOverLengths(_CALL, subject.mask, **closed)
+    found = _of_reads(over)
     if not any(f.kind == "reads behind the end" for f in found):  # else a call of the function fails
-        over = MaskOverLengths(_CALL, subject.mask, **sizes)
+        over = over if sizes == closed else MaskOverLengths(_CALL, subject.mask, **sizes)
         crosses = None
         if documents is not None:
             same = MaskOverLengths(_CALL, documents.to(over.size.device), **sizes).function
@@ -200,23 +203,21 @@ def _shown(over: MaskOverLengths, kind: str, mask_mod: _Function, words: str) ->
 
 def _of_reads(over: MaskOverLengths) -> list[Finding]:
     """Where the function reads outside of tensors; those that the library's masks prepare have all elements."""
+    if all(definition_of(mask).by_library for mask in inside(over.mask)):
+        return []
     structure, leaves = flatten(over.mask)
-    is_by_library = all(definition_of(mask).by_library for mask in inside(over.mask))
-    if is_by_library or not (structure.unreadable or leaves.all_tensors):
+    if not (structure.unreadable or leaves.all_tensors):
         return []
 
     def found(kind: str, words: str, before: bool) -> list[Finding]:
-        if not _shown(over, kind, reads_outside(over.function, before=before), ""):
-            return []
-        by_name = [
-            _shown(
-                over, kind, reads_outside(over.function, before=before, of=t), words.format(f"the {p.kind} `{p.name}`")
-            )
-            for p, t in zip(leaves.places, leaves.tensors, strict=True)
-            if p is not None
+        outside = functools.partial(reads_outside, over.function, before=before)
+        unnamed = _shown(over, kind, outside(), words.format("a captured tensor"))
+        named = [
+            _shown(over, kind, outside(of=tensor), words.format(f"the {place.kind} `{place.name}`"))
+            for place, tensor in zip(leaves.places, leaves.tensors, strict=True)
+            if unnamed and place is not None
         ]
-        unnamed = reads_outside(over.function, before=before)
-        return [f for one in by_name for f in one] or _shown(over, kind, unnamed, words.format("a captured tensor"))
+        return list(itertools.chain(*named)) or unnamed
 
     behind = found("reads behind the end", "read past the end of {}", False)
     return behind or found("reads before the start", "read {} at a negative index, which counts from its end", True)

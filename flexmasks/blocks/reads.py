@@ -40,7 +40,7 @@ def reads_outside(mask_mod: MaskMod, *, before: bool = False, of: Tensor | None 
                 return 0 if outside else index
             if isinstance(outside, Range) and not outside.hi.any():
                 return index  # ranges know more of an index that is not clamped
-            return torch.clamp(index, -n, n - 1)
+            return index.clamp(-n, n - 1)  # not torch.clamp, which knows no ranges here
 
         if current_evaluation.get() is None:
             with _GuardedLookups(guarded):
@@ -75,4 +75,7 @@ class _GuardedLookups(TorchFunctionMode):
             if all(isinstance(i, int | slice | Tensor) for i in indices):
                 places = zip(indices, table.shape, strict=False)
                 args = table, tuple(self._guarded(table, i, n) for i, n in places)
+        elif func in (torch.take, Tensor.take):
+            table, index = args
+            args = table, self._guarded(table, index, table.numel())
         return func(*args, **(kwargs or {}))

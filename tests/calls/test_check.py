@@ -12,8 +12,8 @@ import pytest
 import torch
 from findings_oracle import verify
 from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
-from helpers import THREE_OF_EACH, arguments, label, try_examples
-from oracles import Case, dense, offsets
+from helpers import arguments, label, one_in, try_examples
+from oracles import MASK_CASES, Case, dense, offsets
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
@@ -21,7 +21,8 @@ import flexmasks
 from flexmasks import check
 from flexmasks.asking.check import KINDS
 from flexmasks.blocks import limits, queries
-from flexmasks.extend import implied_size
+from flexmasks.blocks.decide import Axis, decide
+from flexmasks.extend import implied_size, reads_outside
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Function = Callable[..., Tensor]
@@ -30,7 +31,7 @@ Function = Callable[..., Tensor]
 # --- true findings ---
 
 
-@pytest.mark.parametrize("case", THREE_OF_EACH, ids=label)
+@pytest.mark.parametrize("case", one_in(4, MASK_CASES), ids=label)
 def test_masks_of_the_library(case: Case) -> None:
     found = check(case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, **arguments(case))
     verify(found, dense(case), offsets(case))
@@ -113,6 +114,14 @@ def test_reads_outside_of_tensors(code: str, index: str) -> None:
         assert finding is None or pairs[finding.pair]
     if behind.any():
         assert [f.severity for f in found] == ["error"] * len(found)
+
+
+def test_ranges_know_where_functions_read() -> None:
+    rows, columns = Axis(25, 4), Axis(20, 4)
+    for index in INDICES[:10]:
+        for read in (f"table[{index}]", f"rows[b][{index}]", f"torch.take(table, {index})"):
+            function = compiled(f"{read} > 3", {"torch": torch, "table": TABLE, "rows": TABLE[None]})
+            assert not decide(reads_outside(function), 1, 1, rows, columns, torch.device("cpu")).not_understood
 
 
 # --- planted faults ---
