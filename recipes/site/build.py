@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -98,6 +99,9 @@ def build(out: Path) -> Path:
     for file, address in ((out / "index.html", to), (out / "latest/index.html", f"../{to}")):
         file.parent.mkdir(exist_ok=True)
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n', encoding="utf-8")
+    versions = sorted((found.parent.name for found in out.glob("*/search.json")), reverse=True)
+    chosen = [{"version": name, "title": name, "aliases": []} for name in versions]
+    (out / "versions.json").write_text(json.dumps(chosen), encoding="utf-8")  # for the choice in the header
     return place
 
 
@@ -159,11 +163,13 @@ def undocumented() -> Iterator[str]:
 
 def stale() -> Iterator[str]:
     """Yield a line for each page whose figures are not those of its results."""
-    sys.path.append(str(ROOT / "tests"))
-    test_readme = importlib.import_module("test_readme")
-    for name in test_readme.GENERATED:
-        if (ROOT / name).read_text(encoding="utf-8") != test_readme.up_to_date(name):
-            yield f"{name} is older than what it is made of: run `python tests/test_readme.py`"
+    sys.path += [str(ROOT / "tests"), str(ROOT / "tests/world")]
+    test_readme, test_recipes = map(importlib.import_module, ("test_readme", "test_recipes"))
+    made = {name: (functools.partial(test_readme.up_to_date, name), "test_readme.py") for name in test_readme.GENERATED}
+    made["recipes/results/README.md"] = (test_recipes.measurements, "world/test_recipes.py")
+    for name, (make, by) in made.items():
+        if (ROOT / name).read_text(encoding="utf-8") != make():
+            yield f"{name} is older than what it is made of: run `python tests/{by}`"
 
 
 def broken(site: Path) -> list[str]:
@@ -229,9 +235,11 @@ def _names() -> set[str]:
 
 def _recipe(text: str) -> str:
     doc = ast.get_docstring(ast.parse(text)) or ""
-    title, _, rest = doc.partition("\n")
+    first, _, rest = doc.partition("\n")
+    title, _, lead = first.partition(": ")
+    about = gallery.markdown(f"{lead[:1].upper()}{lead[1:]}\n\n{rest.strip()}".strip())
     code = text.split('"""', 2)[2].strip()
-    return f"# {title}\n\n{gallery.markdown(rest.strip())}\n\n````python\n{code}\n````\n"
+    return f"# {title.rstrip('.')}\n\n{about}\n\n````python\n{code}\n````\n"
 
 
 def _listed(nav: list[Any], docs: Path) -> list[Any]:

@@ -184,7 +184,9 @@ def _measured() -> dict[str, Any]:
 
 
 def _figures(entry: Any) -> list[str]:
-    found = [row for row in _measured()["rows"] if (row["kind"], row["case"]) == (entry.kind, entry.name)]
+    found = [
+        row for row in _measured()["rows"] if (row["kind"], row["case"].partition(",")[0]) == (entry.kind, entry.name)
+    ]
     if not found:
         return []
     machine = _measured()["machine"]

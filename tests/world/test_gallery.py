@@ -187,3 +187,11 @@ def test_a_page_says_all_there_is_about_a_mask(name: str) -> None:
     assert f"| 8,192 | {sparsity.sparsity:.1%} |" in text
     assert "## Measured" in text
     assert f"def {name}(" in text
+
+
+def test_a_page_of_a_score_has_its_figures() -> None:
+    (entry,) = (entry for entry in flexmasks.list_scores() if entry.name == "softcap")
+    text = gallery.page(entry)
+    assert "## Measured" in text
+    assert "## Blocks" not in text
+    assert text.count("<svg") == 3

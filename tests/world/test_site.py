@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import test_readme
+import test_recipes
 
 import build
 import flexmasks
@@ -54,6 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_built(site: Path) -> None:
     assert f"0; url={flexmasks.__version__}/index.html" in (site.parent / "index.html").read_text()
     assert f"0; url=../{flexmasks.__version__}/index.html" in (site.parent / "latest/index.html").read_text()
+    assert [v["version"] for v in json.loads((site.parent / "versions.json").read_text())] == [flexmasks.__version__]
     for kind, entries in (("masks", flexmasks.list_masks()), ("scores", flexmasks.list_scores())):
         for entry in entries:
             if is_by_library(entry.kind, entry.name):  # not of another test
@@ -122,9 +124,11 @@ def test_what_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert list(build.stale()) == list(build.undocumented()) == []
     monkeypatch.setitem(test_readme.GENERATED, "recipes/results/blocks.md", {"blocks": lambda: "other figures"})
+    monkeypatch.setattr(test_recipes, "measurements", lambda: "other figures")
     monkeypatch.setattr(flexmasks, "nothing", lambda: None, raising=False)
     monkeypatch.setattr(flexmasks, "__all__", [*flexmasks.__all__, "nothing"])
-    assert [line.partition(" ")[0] for line in build.stale()] == ["recipes/results/blocks.md"]
+    old = [line.partition(" ")[0] for line in build.stale()]
+    assert old == ["recipes/results/blocks.md", "recipes/results/README.md"]
     assert list(build.undocumented()) == ["flexmasks.nothing has no docstring"]
 
 
@@ -170,9 +174,9 @@ def address(site: Path) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: Any) -> None: ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site.parent)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    yield f"http://127.0.0.1:{server.server_address[1]}/{site.name}/"
     server.shutdown()
     server.server_close()
 
@@ -182,10 +186,10 @@ def opened(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterat
     """A page of a browser, which fails the test if it says an error or asks another server."""
     width, scheme = getattr(request, "param", (1280, "light"))
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page, said = context.new_page(), []
+    page, said, origin = context.new_page(), [], address.removesuffix(f"{flexmasks.__version__}/")
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda sent: None if sent.url.startswith((address, "data:")) else said.append(sent.url))
+    page.on("request", lambda sent: None if sent.url.startswith((origin, "data:")) else said.append(sent.url))
     yield page
     context.close()
     assert said == []
@@ -206,7 +210,7 @@ def test_pages_fit_their_windows(opened: Any, address: str, request: pytest.Fixt
 
 
 def test_the_keyboard_finds_a_page(opened: Any, address: str) -> None:
-    opened.goto(address + "index.html")
+    opened.goto(address + "index.html", wait_until="networkidle")
     opened.keyboard.press("Control+k")
     opened.wait_for_timeout(500)
     opened.keyboard.type("sliding_window", delay=20)
