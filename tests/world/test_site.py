@@ -30,7 +30,6 @@ import gallery
 import plots
 from flexmasks.spec.definitions import definition, is_by_library
 
-pytestmark = pytest.mark.xdist_group("site")  # it is built once
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 PAGES = (
     "index.html", "start.html", "which_mask.html", "gallery/index.html", "gallery/masks/natten.html",
@@ -53,6 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_built(site: Path) -> None:
+    """One test, so that only one of pytest's workers builds the site."""
     assert f"0; url={flexmasks.__version__}/index.html" in (site.parent / "index.html").read_text()
     assert f"0; url=../{flexmasks.__version__}/index.html" in (site.parent / "latest/index.html").read_text()
     assert [v["version"] for v in json.loads((site.parent / "versions.json").read_text())] == [flexmasks.__version__]
@@ -64,14 +64,21 @@ def test_it_is_built(site: Path) -> None:
                 assert html.escape(entry.signature, quote=False) in text.replace("&quot;", '"')
     found = {item["location"] for item in json.loads((site / "search.json").read_text())["items"]}
     assert {"gallery/masks/natten.html", "guides/slow.html", "notebooks/01_first_steps.html"} <= found
+    for module in build.MODULES:
+        for name in build.public_names(module):
+            _check_public_name(module, name, site)
+    _check_plots(site)
 
 
-def test_plots_show_what_was_measured(site: Path) -> None:
+def _check_plots(site: Path) -> None:
     text = (site / "results/attention.html").read_text()
-    rows = json.loads((build.ROOT / "recipes/results/attention_gpu.json").read_text())["rows"]
+    rows = json.loads((plots.RESULTS / "attention_gpu.json").read_text())["rows"]
     (row,) = (r for r in rows if (r["case"], r["shape"], r["who"]) == ("causal", "16x16x8192x128", "flexmasks"))
     assert f">{row['forward_tflops']:.0f}</text>" in text
     assert f">{row['backward_tflops']:.0f}</text>" in text
+
+
+def test_plots_have_what_was_measured() -> None:
     pages = {file.stem for file in plots.RESULTS.glob("*.md")}
     for plot in plots.PLOTS:
         assert plot.page in pages
@@ -81,15 +88,13 @@ def test_plots_show_what_was_measured(site: Path) -> None:
 
 
 OF_MASKS_TOO = {("score", "packed"), ("score", "paged"), ("score", "checkerboard")}  # or an example only
-NAMES = [(module, name) for module in build.MODULES for name in build.public_names(module)]
 
 
 def words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_public_name_has_a_place(module: str, name: str, site: Path) -> None:
+def _check_public_name(module: str, name: str, site: Path) -> None:
     value = getattr(importlib.import_module(module), name)
     home = getattr(value, "__module__", module)
     text = (site / f"reference/{module}.html").read_text()
@@ -97,13 +102,13 @@ def test_a_public_name_has_a_place(module: str, name: str, site: Path) -> None:
         assert f"<code>{name}</code>" in text
         return
     _, found, place = text.partition(f'id="{home}.{name}"')
-    assert found
+    assert found, name
     said = words(html.unescape(re.sub("<[^>]*>", "", re.split(r"<h2 id=", place)[0])))
     if inspect.isclass(value) or inspect.isroutine(value):
         headings = r"# doctest: [+\w, ]+|^(Args|Returns|Raises|Yields|Example|Source|Peers):"
-        assert words(re.sub(headings, "", inspect.getdoc(value) or "", flags=re.MULTILINE)) <= said
+        assert words(re.sub(headings, "", inspect.getdoc(value) or "", flags=re.MULTILINE)) <= said, name
     if inspect.isroutine(value):
-        assert set(inspect.signature(value).parameters) <= said
+        assert set(inspect.signature(value).parameters) <= said, name
 
 
 def test_what_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +175,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+def address(browser: Any, site: Path) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: Any) -> None: ...
 
