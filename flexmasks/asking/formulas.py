@@ -231,7 +231,7 @@ class _Affine(_Theory):
         raise Undecided("it reads a table")
 
     def _number(self, value: int) -> Any:
-        return self._isl.Val.int_from_si(self._context, value)
+        return self._isl.Val.read_from_str(self._context, str(value))  # of any size
 
 
 class _WithTables(_Theory):

@@ -21,6 +21,7 @@ from flexmasks.extend import (
     Expression,
     MaskOverLengths,
     Parameter,
+    as_number,
     definition_of,
     flatten,
     formula_of,
@@ -33,19 +34,24 @@ _INDICES = ("b", "h", "q", "kv")
 _LENGTH = "q_len"  # of queries and of keys
 _SIDE = 8  # of the picture of a counterexample
 _LARGEST = 1 << 24  # elements of its tables
+# What solvers raise, and masks that do not take the numbers of a counterexample.
+_UNDECIDED = (Undecided, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True, repr=False)
 class Proof:
-    """Whether two masks are the same at all lengths, and for all values of some parameters.
+    """What `flexmasks.compare` found for all lengths; it prints as one line.
 
-    over: the lengths and values of parameters that the answer holds for, in words.
-    equal, implies, implied: as in a Comparison; None for what is not decided.
-    reason: why `equal` is not decided, or "".
-    first: the smallest (b, h, q, kv) at which the masks differ, at the least lengths and with the smallest parameters
-        there, or None.
-    parameters: the values of parameters there, and tables.
-    example: the Comparison with these parameters, at 8 queries and keys, or at the least lengths if they are longer.
+    Attributes:
+        verdict: "proved" if the masks are the same, "refuted" if they are not, or "not decided".
+        over: the lengths and values of parameters that the verdict holds for, in words.
+        equal, implies, implied: as in a Comparison; None for what is not decided.
+        reason: why it is not decided whether they are equal, or "".
+        first: the smallest (b, h, q, kv) at which the masks differ, at the least length and with the smallest
+            parameters there, or None.
+        parameters: the values of parameters and tables there.
+        example: the Comparison with these, at 8 queries and keys, or at the least length if that is longer or
+            parameters depend on it; or None.
     """
 
     over: str
@@ -114,7 +120,7 @@ def over_all(
         if len(found.shown) == 1:
             raise Undecided(f"a solver finds a difference at {found.first}, and the masks have none there")
         example = over_lengths(*found.masks, found.size, batch=found.first[0] + 1, heads=found.first[1] + 1)
-    except (Undecided, ValueError, TypeError, LookupError) as reason:
+    except _UNDECIDED as reason:
         return Proof(box.text, reason=str(reason))
     implies, implied = box.are_implied(one, other), box.are_implied(other, one)
     return Proof(box.text, False, implies, implied, "", found.first, found.parameters, example)
@@ -159,7 +165,7 @@ def found_over_all(
                     call, found.masks[0], q_len=found.size, batch=batch, heads=heads
                 )  # may refuse this length
                 yield kind, f"{words} with {_named({_LENGTH: found.size, **found.parameters})}", found.first
-        except (Undecided, ValueError, TypeError, LookupError) as reason:
+        except _UNDECIDED as reason:
             yield "not decided", f"{kind}: {reason}", None
 
 
@@ -302,6 +308,7 @@ class _Box:
             return None
 
     def _limit(self, limit: Any) -> Any:
+        limit = as_number(limit)
         if limit is None or type(limit) is int:
             return limit
         if limit not in (*self.names, _LENGTH):

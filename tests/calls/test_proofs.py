@@ -428,6 +428,23 @@ def test_what_is_not_decided(name: str) -> None:
     assert reason in repr(proof)
 
 
+@pytest.mark.parametrize("n", [-3, 1, 4])
+def test_divisors_that_are_symbols(n: int) -> None:
+    """Python's quotients are rounded down and its remainders have the sign of the divisor."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: int) -> Tensor:
+        return ((q - kv) // n <= -1) & ((kv - q) % n <= 0)
+
+    same = asked(mask, lambda b, h, q, kv: ((q - kv) // n <= -1) & ((kv - q) % n <= 0), {"n": (n, n)})
+    assert same.equal, same
+    assert "may divide by 0" in asked(mask, "causal", {"n": (-3, 3)}).reason
+
+
+def test_large_numbers() -> None:
+    assert asked("full", lambda b, h, q, kv: q < 2**70, {"q_len": (1, 2**65)}).equal
+    assert asked("full", lambda b, h, q, kv: q < 2**70).verdict == "not decided"  # a tensor holds no such position
+
+
 def test_sums_of_booleans_are_booleans() -> None:
     twice = asked("causal", lambda b, h, q, kv: ((q >= kv) + (q >= kv)) == 1)
     assert twice.equal
