@@ -139,8 +139,9 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     )
     does = "module:name of a function (b, h, q, kv), Mask, BlockMask or boolean tensor of yours, or a registered name"
     parser.add_argument("mask", metavar="MASK", help=does)
+    does = "number of queries, or all for a proof (default: those of a BlockMask or tensor)"
+    parser.add_argument("--length", metavar="N", type=lambda n: n if n == "all" else positive(n), help=does)
     for option, does in (
-        ("--length", "number of queries (default: those of a BlockMask or tensor)"),
         ("--kv-length", "number of keys (default: the number of queries)"),
         ("--batch", "number of batch elements, if the mask depends on them"),
         ("--heads", "number of heads, if the mask depends on them"),
@@ -224,7 +225,8 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
 def _check(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from flexmasks import check
 
-    mask, ids, length = arguments.mask, arguments.document_ids, arguments.length
+    mask, ids, every = arguments.mask, arguments.document_ids, arguments.length == "all"
+    length = None if every else arguments.length
     if ":" in mask:
         mask = _of_module(mask)
     else:
@@ -240,6 +242,7 @@ def _check(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         q_offset=arguments.q_offset,
         document_ids=_of_module(ids) if ids and ids[0] not in "[(" else ids and _literal(ids),
         forbid=arguments.forbid,
+        lengths="all" if every else None,
         **given,
     )
     print(found)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from findings_oracle import verify
 from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
-from helpers import arguments, label, one_in, try_examples
+from helpers import DEVICES, arguments, label, one_in, try_examples
 from oracles import MASK_CASES, Case, dense, offsets
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
@@ -292,6 +292,21 @@ def test_where_queries_start() -> None:
     assert {f.kind for f in check("key_padding", 3, 8, attention_mask=torch.ones(1, 8).bool())} == set()
     with pytest.raises(ValueError, match=r"^flexmasks\.check: 3 queries, 8 keys: pass q_offset=5"):
         check("causal", 3, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_on_a_device(device: str) -> None:
+    ids = IDS.to(device)
+    masks: list[Function] = [
+        lambda b, h, q, kv: (q >= kv - 1) & (ids[b, q] == ids[0, kv]),
+        lambda b, h, q, kv: (ids[b, q] * q - ids[b, kv] * kv) % 7 < 2,
+        lambda b, h, q, kv: ids[b, q + 1] == ids[b, kv],
+    ]
+    for mask in masks[:2]:
+        found = check(mask, N, batch=2, document_ids=IDS)
+        verify(found, create_mask(mask, 2, 1, N, N, device=device).cpu(), [0], IDS)  # type: ignore[arg-type]
+    (finding,) = check(masks[2], N, batch=2)
+    assert (finding.kind, finding.pair) == ("reads behind the end", (0, 0, N - 1, 0))
 
 
 def test_errors() -> None:

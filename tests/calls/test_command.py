@@ -322,6 +322,8 @@ class Model:
         ("mine:causal --length 4 --kv-length 8 --q-offset last --forbid sees-the-future", 0, "nothing found"),
         ("full --length 8 --forbid sees-the-future --forbid recompiles", 1, "error: sees the future: 7 of 8 rows"),
         ("sliding_window --length 64", 0, "nothing found"),
+        ("mine:causal --length all --forbid sees-the-future", 0, "nothing found"),
+        ("prefix_lm --length all --prefix-len 3 --forbid sees-the-future", 1, "error: sees the future: "),
         ("mine:causal --length 4 --kv-length 8", 2, "pass q_offset=4 or 'last'"),
         ("mine:causal", 2, "pass `q_len`"),
         ("mine:no --length 4", 2, "flexmasks: mine:no: module 'mine' has no attribute 'no'."),
