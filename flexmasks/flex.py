@@ -33,6 +33,7 @@ from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _block_mask
 from flexmasks.backends.plain import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
+from flexmasks.kernels.direct import runs_triton
 from flexmasks.plans.portable import made_like, repeated
 from flexmasks.spec.by_name import says_what_to_write
 
@@ -100,7 +101,8 @@ def flex_attention(
     if isinstance(scale, Tensor):
         score_mod, scale = _scaled(score_mod, scale, (*query.shape[:3], key.shape[2])), 1.0
     block_mask = _of_first(block_mask, *query.shape[:2])
-    if return_aux is not None and return_aux.max_scores and query.is_cuda:  # torch's kernel has them at no cost
+    by_kernel = return_aux is not None and return_aux.max_scores and runs_triton(query.device)
+    if by_kernel:  # torch's kernel has them at no cost
         by_torch: Any = _torch_flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return by_torch(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options=kernel_options,

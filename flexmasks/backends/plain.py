@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
+from flexmasks.kernels.direct import runs_triton
 from flexmasks.kernels.operators import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once
@@ -125,7 +126,7 @@ def greatest_scores(
     """
     with torch.no_grad():
         q, k = q.detach(), k.detach()
-        if q.is_cuda:
+        if runs_triton(q.device):
             k = k.to(q.dtype).expand(q.shape[0], -1, -1, -1)
             grouped = q.shape[1] != k.shape[1]
             _, aux = compiled_flex_attention()(
