@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,14 @@ class _Call:
 
 @contextlib.contextmanager
 def probed(
-    model: nn.Module, hear: Callable[[nn.Module | None, LayerMask], None], rows: Sequence[int] | None
+    model: nn.Module,
+    hear: Callable[[nn.Module | None, LayerMask], None],
+    rows: Sequence[int] | None,
+    layers: Collection[nn.Module],
 ) -> Iterator[None]:
-    """Tell `hear` each innermost module that mixes tokens, with the tokens that reach these rows of its output, or
-    some; and with None in place of a module, which tokens of the first input reach the output of the model.
+    """Tell `hear` each of the layers, and each innermost module that mixes tokens, with the tokens that reach these
+    rows of its output, or some; and with None in place of a module, which tokens of the first input reach the output of
+    the model.
 
     Inputs and outputs are [batch, tokens, width], or [tokens, width]. Calls without gradients tell nothing.
     """
@@ -59,11 +63,13 @@ def probed(
         call, is_busy = running.pop(), True
         results = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result]
         out = next(filter(_has_tokens, results), None)
-        if out is not None and not (running and call.mixes):
-            inputs, flips = call.inputs if running else first, getattr(module, "batch_first", True) is False
-            found = next(filter(None, (_reached(out, x, flips, rows) for x in inputs if x.ndim == out.ndim)), None)
+        if out is not None and (not running or not call.mixes or module in layers):
+            of_sequences = (1, 0, 2) if getattr(module, "batch_first", True) is False else (0, 1, 2)
+            order = (0, 2, 1) if isinstance(module, nn.Conv1d) else of_sequences
+            inputs = [x for x in (call.inputs if running else first) if x.ndim == out.ndim]
+            found = next(filter(None, (_reached(out, x, order, rows) for x in inputs)), None)
             if found is not None:
-                hear(None if call.mixes else module, found)
+                hear(None if call.mixes and not running else module, found)
                 call.mixes = True
         if running:
             running[-1].mixes |= call.mixes
@@ -91,14 +97,14 @@ def _with_gradient(x: Any) -> Any:
     return x.detach().requires_grad_().clone() if is_plain else x
 
 
-def _reached(out: Tensor, x: Tensor, flips: bool, rows: Sequence[int] | None) -> LayerMask | None:
+def _reached(out: Tensor, x: Tensor, order: tuple[int, ...], rows: Sequence[int] | None) -> LayerMask | None:
     """Return which tokens of an input reach rows of an output, or None if all reach none but their own rows.
 
-    flips: whether batch elements are the second dimension.
+    order: the dimensions of batch elements, tokens and numbers.
     """
 
     def batched(x: Tensor) -> Tensor:
-        return x[None] if x.ndim == 2 else x.transpose(0, 1) if flips else x
+        return x[None] if x.ndim == 2 else x.permute(order)
 
     def reach(rows: Tensor) -> Tensor:
         score = (batched(out)[:, rows.to(out.device)] @ weights).sum()

@@ -58,18 +58,19 @@ class Watched(dict[str, LayerMask]):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         calls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        called = {n: m for m, n in self._names.items() if re.search("attention|attn", type(m).__name__, re.I)}
+        layers = [m for n, m in called.items() if not any(other.startswith(f"{n}.") for other in called)]
         if self._probe:
-            calls = probed(self._model, self._hear, self._rows)
+            calls = probed(self._model, self._hear, self._rows, layers)
         elif "transformers" in sys.modules:
             from flexmasks.integrations.huggingface.calls import calls_heard
 
             calls = calls_heard(self._model, self._hear)
         with _TURN, torch.compiler.set_stance("force_eager"), calls:
             yield
-        called = {n: m for m, n in self._names.items() if re.search("attention|attn", type(m).__name__, re.I)}
-        inner = [n for n in called if not any(other.startswith(f"{n}.") for other in called)]
         seen = {f"{name.partition(' (call')[0]}." for name in self}
-        self.unseen = [n for n in inner if not any(s.startswith(f"{n}.") or f"{n}.".startswith(s) for s in seen)]
+        names = [self._names[layer] for layer in layers]
+        self.unseen = [n for n in names if not any(s.startswith(f"{n}.") or f"{n}.".startswith(s) for s in seen)]
         self.differing = self._compared()
 
     def _hear(self, module: nn.Module | None, layer: LayerMask) -> None:
@@ -109,7 +110,8 @@ class Watched(dict[str, LayerMask]):
         return sum(len(names) * mask.sparsity for mask, names in self.distinct) / len(self)
 
     def _findings(self) -> list[str]:
-        lines = [f"{len(self)} calls of attention were seen, with {len(self.distinct)} different masks"]
+        what = "modules that mix tokens" if self._probe else "calls of attention"
+        lines = [f"{len(self)} {what} were seen, with {len(self.distinct)} different masks"]
         if self:
             lines[0] += f"; on average {self.sparsity:.1%} of the pairs lie in skipped blocks"
         for name, found in self.differing.items():
@@ -157,10 +159,11 @@ def watch(
     `use_cache=False`.
 
     With `probe=True` modules of any model of torch are seen by what they do: the gradient of a row of their output with
-    respect to their input is 0 at tokens that the row does not see. Found are the innermost modules that mix tokens,
-    and the model from end to end, in which tokens may also mix outside of modules. Inputs and outputs are [batch,
-    tokens, width]. A probe does not tell whether a token sees itself, nor heads apart; a weight that is rounded to 0
-    hides a key; and the functions that run need a backward pass, which flex_attention lacks on a CPU.
+    respect to their input is 0 at tokens that the row does not see. Found are the modules that are called attention,
+    the innermost ones that mix tokens, and the model from end to end, in which tokens may also mix outside of modules.
+    Inputs and outputs are [batch, tokens, width]. A probe does not tell whether a token sees itself, nor heads apart; a
+    weight that is rounded to 0 hides a key; and the functions that run need a backward pass, which flex_attention lacks
+    on a CPU.
 
     Args:
         model: a model of transformers, or with `probe` any model of torch.

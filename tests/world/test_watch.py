@@ -403,6 +403,7 @@ def test_a_probe_finds_the_leak_across_documents(is_frozen: bool) -> None:
     found = watch(model_of(1).requires_grad_(not is_frozen), TOKENS, VISIBLE, mask=PACKED, probe=True)
     assert list(found.differing) == ["blocks.1.attn", "Model from end to end"]
     assert found.differing["blocks.1.attn"].first == (0, 0, 0, 1)
+    assert repr(found).startswith("4 modules that mix tokens were seen, with 2 different masks; on average")
     assert found.differing["blocks.1.attn"].only_a == 0
     assert not found.unseen
 
@@ -446,6 +447,26 @@ def test_a_probe_inside_of_training() -> None:
     assert list(found.differing) == ["blocks.1.attn", "Model from end to end"]
     for mine, want in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(cast(Tensor, mine.grad), cast(Tensor, want.grad))
+
+
+class AttentionWithConvolution(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        return super().forward(self.near(x.mT).mT, visible)
+
+
+def test_a_probe_sees_layers_and_what_mixes_inside_of_them() -> None:
+    model = model_of()
+    model.blocks[1].attn = AttentionWithConvolution()
+    causal = torch.ones(2, 30, 30, dtype=torch.bool).tril()
+    found = watch(model, TOKENS[:, :30], causal, mask={"*attn": "causal"}, probe=True)
+    assert list(found)[:4] == [LAYERS[0], "blocks.1.attn.near", *LAYERS[1:]]
+    assert repr(found["blocks.1.attn.near"].mask) == "local(left=1, right=1)"
+    assert torch.equal(pairs(found[LAYERS[1]])[0, 0], torch.ones(30, 30, dtype=torch.bool).tril(1))
+    assert list(found.differing) == [LAYERS[1]]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
