@@ -160,10 +160,8 @@ def found_over_all(
             sees_itself |= kind == "does not see itself" and point is None
             if point is not None:
                 found = _Example(point, sides, box, 0)
-                batch, heads = found.first[0] + 1, found.first[1] + 1
-                MaskOverLengths(
-                    call, found.masks[0], q_len=found.size, batch=batch, heads=heads
-                )  # may refuse this length
+                sizes = {"q_len": found.size, "batch": found.first[0] + 1, "heads": found.first[1] + 1}
+                MaskOverLengths(call, found.masks[0], **sizes)  # which refuses lengths that the mask does not take
                 yield kind, f"{words} with {_named({_LENGTH: found.size, **found.parameters})}", found.first
         except _UNDECIDED as reason:
             yield "not decided", f"{kind}: {reason}", None

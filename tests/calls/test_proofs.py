@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks import get_mask, masks
+from flexmasks.__main__ import main
 from flexmasks.integrations.huggingface.recognition import Positions, recognized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,6 +249,13 @@ def test_documents_that_are_crossed() -> None:
     assert not flexmasks.check(causal & own, lengths="all", document_ids=IDS)
     by_itself = flexmasks.check("document", lengths="all", document_ids=IDS)
     assert [(f.kind, f.pair) for f in by_itself] == [("sees the future", (0, 0, 0, 1))]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "full", "--lengths", "all", "--forbid", "sees-the-future"]) == 1
+    assert capsys.readouterr().out.startswith("error: sees the future: a query sees a later key with q_len=2")
+    assert main(["check", "sliding_window", "--lengths", "all", "--parameters", "{'window': (0, None)}"]) == 0
+    assert capsys.readouterr().out == "nothing found\n"
 
 
 def test_findings_that_are_not_decided() -> None:
