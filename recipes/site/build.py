@@ -118,7 +118,9 @@ def pages() -> Iterator[tuple[str, str]]:
             title, _, rest = text.partition("\n")
             text = f"{title}\n\n{plots.of_page(Path(name).stem)}\n{rest}"
         if file != "README.md":
-            yield name, linked(text, file, name, places)
+            parts = re.split(r"<!-- README: (.*?) -->", text)  # text, and the titles of sections in turn
+            texts = [(_section(part), "README.md") if i % 2 else (part, file) for i, part in enumerate(parts)]
+            yield name, "".join(linked(part, where, name, places) for part, where in texts)
     home = str(HERE.relative_to(ROOT) / "home.md")
     first = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rest = (ROOT / home).read_text(encoding="utf-8")
@@ -227,6 +229,13 @@ def linked(text: str, file: str, name: str, places: dict[str, str]) -> str:
 
     parts = _FENCED.split(text)  # text, fenced code and its fence in turn
     return "".join(_LINK.sub(link, part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 != 2)
+
+
+def _section(title: str) -> str:
+    _, found, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n## {title}\n")
+    if not found:
+        raise SystemExit(f"README.md has no section {title!r}")
+    return rest.partition("\n## ")[0].strip()
 
 
 def _names() -> set[str]:
