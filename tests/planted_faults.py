@@ -82,6 +82,14 @@ FAULTS: list[Fault] = [
         "box.are_implied(one, other), box.are_implied(other, one)",
         "box.are_implied(one, other), None",
     ),
+    # --- pieces of blocks ---
+    Fault("blocks/pieces.py", "later > self._starts, later, ends) - 1", "later > self._starts, later, ends) - 2"),
+    Fault("blocks/pieces.py", "number = number + 1", "number = number + 2"),
+    Fault("blocks/pieces.py", "(cut.unit, cut.shift) == (1, 0)", "cut.unit == 1"),
+    Fault("blocks/pieces.py", "self._counts = in_block + 1", "self._counts = in_block.clamp(max=9)"),
+    Fault("blocks/pieces.py", "        line = self._line(b)\n", "        line = 0 * b\n"),
+    Fault("blocks/undecided.py", "certain.all(1) | ~possible.any(1)", "certain.all(1) | ~possible.all(1)"),
+    Fault("blocks/undecided.py", "        still &= some <= every", "        still &= some == every"),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),
     Fault("ranges/arithmetic.py", "torch.maximum(x.hi, -x.lo)\n    if", "torch.maximum(x.hi, x.lo)\n    if"),

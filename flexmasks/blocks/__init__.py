@@ -4,11 +4,11 @@ Its empty, partial and full blocks are exactly those of torch's create_block_mas
 files raise ValueError or TypeError.
 
 `decide` asks ranges which blocks are certainly full and which are possibly visible. `undecided` looks at the other
-blocks element by element, and `elements` evaluates the mask there; where kernels read the mask as bits, `bits`
-evaluates them whole instead, and keeps the result. `build` joins both results, and `lists` makes the index lists.
-`counts` counts the blocks and pairs of a BlockMask and proves what kernels may rely on. `strips` counts at any length
-in bounded memory, and `difference` the pairs that one of two masks shows alone. `limits` bounds the work done at once,
-and that of a whole search.
+blocks element by element, `pieces` says where blocks are cut for that, and `elements` evaluates the mask there; where
+kernels read the mask as bits, `bits` evaluates them whole instead, and keeps the result. `build` joins both results,
+and `lists` makes the index lists. `counts` counts the blocks and pairs of a BlockMask and proves what kernels may rely
+on. `strips` counts at any length in bounded memory, and `difference` the pairs that one of two masks shows alone.
+`limits` bounds the work done at once, and that of a whole search.
 """
 
 from flexmasks.blocks.build import Layout as Layout

@@ -15,6 +15,7 @@ from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
 from flexmasks.blocks.limits import Work
 from flexmasks.kernels.operators import positions
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
+from flexmasks.ranges.context import Cut
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape
 
@@ -58,6 +59,7 @@ class Decided(NamedTuple):
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
     widest: int  # elements of the largest tensor that the function saw
     computed: int = 0  # numbers in the results of the function's operations
+    cuts: tuple[Cut, ...] = ()  # where numbers that the function reads of queries or keys alone change
 
 
 def decide(
@@ -174,10 +176,12 @@ def _decide_at_once(
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)
     q, kv = rows.range(2, compute_device), columns.range(3, compute_device)
     try:
-        truth, not_understood, widest, computed = evaluate(mask_mod, *indices, q, kv, device, max_width, reads_values)
+        truth, not_understood, widest, computed, cuts = evaluate(
+            mask_mod, *indices, q, kv, device, max_width, reads_values
+        )
     except GiveUp as reason:
         return str(reason)
     shape = broadcast_shape(truth.lo, truth.hi)
     shape = (*(1,) * (4 - len(shape)), *shape)
     certain, possible = (end.to(compute_device).expand(shape) for end in (truth.lo, truth.hi))
-    return Decided(certain, possible, not_understood, widest, computed)
+    return Decided(certain, possible, not_understood, widest, computed, cuts)

@@ -196,11 +196,11 @@ class Elements:
     def on_ranges(self, b: Range, h: Range, q: Range, kv: Range) -> Range | None:
         """What ranges know of the mask on ranges of indices, None where they give up."""
         try:
-            truth, _, _, computed = evaluate(self.mask_mod, b, h, q, kv, self.device, bounds=self.known_bounds)
+            evaluated = evaluate(self.mask_mod, b, h, q, kv, self.device, bounds=self.known_bounds)
         except (GiveUp, TooLarge):
             return None
-        self.work.done += computed
-        return truth
+        self.work.done += evaluated.computed
+        return evaluated.truth
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:

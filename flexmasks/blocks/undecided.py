@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +14,14 @@ from flexmasks.blocks.decide import Axis, Decided
 from flexmasks.blocks.elements import Elements, block_indices, coordinates_of
 from flexmasks.blocks.limits import progress
 from flexmasks.blocks.lists import flat_nonzero
+from flexmasks.blocks.pieces import MOST_PIECES, Pieces
 
 _PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
 _MAX_PAIRS = 256  # pairs of a block in the second look
 _SAMPLES, _SPREAD = 16, (0.7549, 0.5698)  # positions of all blocks, and the steps between them: the R2 sequence
 _FEW = 16  # one block in so many is few
+_PIECES = 1, 4, MOST_PIECES  # along an axis of a block; those with few and with many are looked at apart
+_MANY = 64  # blocks; fewer are looked at whole sooner than their pieces are found
 _SHUFFLE = 45  # an odd factor shuffles the queries: their number in a block is mostly a power of two
 
 
@@ -25,10 +30,11 @@ def look_at(elements: Elements, decided: Decided, rows: Axis, columns: Axis) -> 
     is unknown when the work is spent, not any and yet all are.
 
     Where many blocks are undecided, the first look is at one position after the other of all blocks. The next one is at
-        8 x 8 positions of each block, where most blocks turn out to be partial. The next one is at pairs with each
-        query and each key once, where most blocks of finer patterns turn out to be partial. The remaining blocks are
-        cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element: first one part of
-        each block, then the other parts.
+        8 x 8 positions of each block, where most blocks turn out to be partial. If many are left, ranges look at pieces
+        between positions at which what the function reads changes. The next look is at pairs with each query and each
+        key once, where most blocks of finer patterns turn out to be partial. The remaining blocks are cut into 8 x 8
+        parts. The parts that ranges cannot decide are looked at element by element: first one part of each block, then
+        the other parts.
     """
     any_visible = decided.certain.clone(memory_format=torch.contiguous_format)
     all_visible = decided.possible.clone(memory_format=torch.contiguous_format)
@@ -38,17 +44,26 @@ def look_at(elements: Elements, decided: Decided, rows: Axis, columns: Axis) -> 
     places = flat_nonzero(is_open)
     del is_open
     seen = any_visible.view(-1), all_visible.view(-1)
-    has_parts = max(rows.block_size, columns.block_size) > _PARTS
-    for look in (_look_at_samples, _look_at_parts)[: 1 + has_parts]:
-        is_last = look is _look_at_parts or not has_parts
-        places = _take_step(look, is_last, places, seen, any_visible.shape, elements, rows, columns)
+    given = seen, any_visible.shape, elements, rows, columns
+    if max(rows.block_size, columns.block_size) <= _PARTS:
+        places = _take_step(_look_at_samples, True, places, *given)
+    else:
+        places = _take_step(_look_at_samples, False, places, *given)
+        if decided.cuts and len(places) >= _MANY:
+            cut = [
+                Pieces(axis, dim, decided.cuts, len(any_visible), places.device)
+                for axis, dim in ((rows, 2), (columns, 3))
+            ]
+            places = _take_step(functools.partial(_look_at_pieces, cut), False, places, *given)
+        places = _take_step(_look_at_pairs, False, places, *given)
+        places = _take_step(_look_at_parts, True, places, *given)
     any_visible.view(-1)[places] = False
     all_visible.view(-1)[places] = True
     return any_visible, all_visible
 
 
 def _take_step(
-    look: Callable[..., None],
+    look: Callable[..., Tensor | None],
     is_last: bool,
     places: Tensor,
     seen: tuple[Tensor, Tensor],
@@ -62,17 +77,18 @@ def _take_step(
     """
     work, still_open, looked_at = elements.work, [places[:0]], 0
     at_once = elements.blocks_at_once(max(_PARTS**2, rows.block_size, columns.block_size))
-    if look is _look_at_samples:
+    if look is not _look_at_parts:
         at_once = limits.elements_at_once(places.device) // 2
     with progress("looking at undecided blocks", len(places), "block", work.shows_progress) as advance:
         for chunk in places.split(at_once) if len(places) else ():
             if work.is_spent:
                 return torch.cat([*still_open, places[looked_at:]])
             any_visible, all_visible = (x[chunk] for x in seen)
-            look(elements, coordinates_of(chunk, shape), rows, columns, any_visible, all_visible)
+            is_decided = look(elements, coordinates_of(chunk, shape), rows, columns, any_visible, all_visible)
             seen[0][chunk], seen[1][chunk] = any_visible, all_visible
             if not is_last or work.is_spent:
-                still_open.append(chunk[any_visible <= all_visible])
+                is_open = any_visible <= all_visible
+                still_open.append(chunk[is_open if is_decided is None else is_open & ~is_decided])
             looked_at += len(chunk)
             advance(len(chunk))
     return torch.cat(still_open)
@@ -106,10 +122,10 @@ def _look_at_all_blocks(
             seen = seen.to(still.device).expand(still.shape)
             some |= seen
             every &= seen
-            before, left = left, int((still & (some == every)).count_nonzero())
+            before, left = left, int((still & (some <= every)).count_nonzero())
             if n > 1 and before - left < before // _FEW:
                 break
-        still &= some == every
+        still &= some <= every
 
 
 def _nth_sample(n: int, spread: float, axis: Axis, device: torch.device) -> Tensor:
@@ -146,21 +162,22 @@ def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor
     return found[0], found[1]
 
 
-def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether all of some pairs are visible, spread over all queries and keys of each block."""
+def _look_at_pairs(
+    elements: Elements, blocks: Tensor, rows: Axis, columns: Axis, any_visible: Tensor, all_visible: Tensor
+) -> None:
+    """Look at some pairs of blocks [n, (b, h, row, column)], spread over all queries and keys of each block."""
     count = min(_MAX_PAIRS, max(rows.block_size, columns.block_size))
     n = torch.arange(count, device=blocks.device)
     q_offsets = n * _SHUFFLE % count * rows.block_size // count
     kv_offsets = n * columns.block_size // count
 
-    found = []
-    for chunk in blocks.split(elements.blocks_at_once(count)):
-        q, kv = rows.positions(chunk[:, 2], q_offsets), columns.positions(chunk[:, 3], kv_offsets)
-        b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
+    for chunk in torch.arange(len(blocks), device=blocks.device).split(elements.blocks_at_once(count)):
+        q = rows.positions(blocks[chunk, 2], q_offsets)
+        kv = columns.positions(blocks[chunk, 3], kv_offsets)
+        b, h = (blocks[chunk, d].repeat_interleave(count) for d in (0, 1))
         visible = elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
-        found.append(torch.stack([visible.any(1), visible.all(1)]))
-    any_visible, all_visible = torch.cat(found, 1)
-    return any_visible, all_visible
+        any_visible[chunk] |= visible.any(1)
+        all_visible[chunk] &= visible.all(1)
 
 
 def _look_at_samples(
@@ -171,11 +188,37 @@ def _look_at_samples(
     any_of_samples, all_of_samples = _look_at_positions(elements, blocks, q, kv)
     any_visible |= any_of_samples
     all_visible &= all_of_samples
-    unresolved = (any_visible <= all_visible).nonzero()[:, 0]
-    if len(unresolved) and max(rows.block_size, columns.block_size) > _PARTS:
-        any_of_pairs, all_of_pairs = _look_at_pairs(elements, blocks[unresolved], rows, columns)
-        any_visible[unresolved] |= any_of_pairs
-        all_visible[unresolved] &= all_of_pairs
+
+
+def _look_at_pieces(
+    pieces: Sequence[Pieces],
+    elements: Elements,
+    blocks: Tensor,
+    rows: Axis,
+    columns: Axis,
+    any_visible: Tensor,
+    all_visible: Tensor,
+) -> Tensor:
+    """Look by ranges at pieces of blocks [n, (b, h, row, column)], and return which blocks they decide."""
+    is_decided = torch.zeros_like(any_visible)
+    b, _, row, column = blocks.T
+    counts = torch.maximum(pieces[0].counts(b, row), pieces[1].counts(b, column))
+    for least, most in itertools.pairwise(_PIECES):
+        chosen = ((counts > least) & (counts <= most)).nonzero()[:, 0]
+        for chunk in chosen.split(max(1, limits.elements_at_once(blocks.device) // most**2)) if len(chosen) else ():
+            b, h, row, column = blocks[chunk].T
+            at_b, at_h = (block_indices(x, x) for x in (y.double().view(-1, 1, 1, 1) for y in (b, h)))
+            queries = pieces[0].range(b, row, most, (-1, 1, most, 1))
+            keys = pieces[1].range(b, column, most, (-1, 1, 1, most))
+            truth = elements.on_ranges(at_b, at_h, queries, keys)
+            if truth is None:
+                return is_decided
+            shape = len(chunk), 1, most, most
+            certain, possible = (x.to(blocks.device).expand(shape).flatten(1) for x in (truth.lo, truth.hi))
+            any_visible[chunk] |= certain.any(1)
+            all_visible[chunk] &= possible.all(1)
+            is_decided[chunk] = certain.all(1) | ~possible.any(1)
+    return is_decided
 
 
 def _look_at_parts(

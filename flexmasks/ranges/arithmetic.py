@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.ranges.context import EXACT_LIMIT, INF
+from flexmasks.ranges.context import EXACT_LIMIT, INF, current_evaluation
 from flexmasks.ranges.operands import (
     any_value_where,
     as_common_dtype,
@@ -24,7 +24,7 @@ from flexmasks.ranges.operands import (
     may_be_nan,
 )
 from flexmasks.ranges.truth import both_true, either_true
-from flexmasks.ranges.value import Range, reflected, rule
+from flexmasks.ranges.value import Range, Steps, reflected, rule
 
 # --- sums and products ---
 
@@ -173,7 +173,14 @@ def floor_divide(a: Any, b: Any) -> Range | None:
     if b % steps.size == 0 and steps.first % steps.size == 0:  # all numbers of a step have one quotient
         return Range(quotient.lo, quotient.lo, quotient.known_dtype, quotient.limit)
     quotient.steps = steps.divided(b)
+    _note_multiples(steps, b)
     return quotient
+
+
+def _note_multiples(steps: Steps, b: int) -> None:
+    evaluation = current_evaluation.get()
+    if evaluation is not None:
+        evaluation.note_cut(steps, period=b)
 
 
 rule("rfloordiv")(reflected(floor_divide))
@@ -207,6 +214,8 @@ def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Ran
         if x.exact and plain and x.limit < EXACT_LIMIT and not dtype.is_floating_point:
             lo = rounding(x.lo / b).mul_(-b).add_(x.lo)  # in place: there may be many elements
             return fitted(lo, lo, dtype, limit, True)
+        if isinstance(a, Range) and a.steps is not None and plain and b > 0:
+            _note_multiples(a.steps, b)
         gap = 0.0 if dtype.is_floating_point else 1.0  # to y; a float's remainder may round up to y
         if rounding is torch.floor:
             lo, hi = (y.lo + gap).clamp(max=0.0), (y.hi - gap).clamp(min=0.0)

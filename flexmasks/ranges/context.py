@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ class TooWide(Exception):
 KnownBounds = dict[tuple[int, int, torch.device], tuple[Tensor, tuple[Tensor, Tensor, float]]]
 
 
+class Cut(NamedTuple):
+    """Numbers of the query, or of the key, that a function reads or computes: it may treat positions on both sides of a
+    change differently, so that a block is decided only in pieces. Position n has the number n // unit + shift.
+    """
+
+    dim: int  # of the block dimensions: 2 for queries, 3 for keys
+    unit: int
+    shift: int
+    period: int = 0  # the numbers change at its multiples
+    table: Tensor | None = None  # or where the table changes along its dimension `along`
+    along: int = 0
+
+
 class Evaluation:
     """One call of a function on ranges.
 
@@ -74,6 +87,8 @@ class Evaluation:
         self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
         self.computed = 0  # numbers in the results of the function's operations
+        self.steps: dict[int, Any] = {}  # of the indices of queries and keys, by their block dimension
+        self.cuts: list[Cut] = []
         self._bounds: KnownBounds = {} if bounds is None else bounds
 
     def note_width(self, width: int) -> None:
@@ -81,6 +96,13 @@ class Evaluation:
         if width > self._max_width:
             raise TooWide(width)
         self.widest = max(self.widest, width)
+
+    def note_cut(self, steps: Any, **where: Any) -> None:
+        """Note where numbers in steps change, if they follow from positions of queries or keys."""
+        of_index = self.steps.get(steps.dim)
+        if self.reads_values and of_index is not None and of_index.first % of_index.size == 0:
+            unit = of_index.size // steps.size
+            self.cuts.append(Cut(steps.dim, unit, steps.first - of_index.first // unit, **where))
 
     def ask_for_type(self, frame: FrameType) -> None:
         """Raise GiveUp if the function asks for the type of a range. torch itself asks, too, when it reads the

@@ -20,6 +20,7 @@ import flexmasks.ranges.selection
 import flexmasks.ranges.truth  # noqa: F401
 from flexmasks.ranges.context import (
     INF,
+    Cut,
     Evaluation,
     GiveUp,
     KnownBounds,
@@ -61,6 +62,7 @@ class Evaluated(NamedTuple):
     not_understood: tuple[str, ...]  # names of operations that ranges do not know
     widest: int  # elements of the largest tensor that the function saw
     computed: int  # numbers in the results of the function's operations
+    cuts: tuple[Cut, ...]  # where numbers that the function reads of queries or keys alone change
 
 
 def evaluate(
@@ -87,6 +89,7 @@ def evaluate(
     """
     compute_device = q.lo.device
     evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds, pairs)
+    evaluation.steps = {x.steps.dim: x.steps for x in (q, kv) if x.steps is not None}
     token = current_evaluation.set(evaluation)
     try:
         try:
@@ -98,7 +101,8 @@ def evaluate(
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         finally:
             evaluation.check_no_question()
-        return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest, evaluation.computed)
+        facts = tuple(evaluation.not_understood), evaluation.widest, evaluation.computed, tuple(evaluation.cuts)
+        return Evaluated(_truth_of(result), *facts)
     finally:
         current_evaluation.reset(token)
         evaluations_of_mixed_dtypes.discard(evaluation)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.ranges.context import GiveUp, captured_bounds, index_guard, version_of
+from flexmasks.ranges.context import GiveUp, captured_bounds, current_evaluation, index_guard, version_of
 from flexmasks.ranges.members import members_of
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
@@ -78,11 +78,16 @@ def block_shape(end: Tensor) -> tuple[int, ...]:
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     if (guarded := index_guard.get()) is not None:
         indices = [guarded(values, i, n) for i, n in zip(indices, values.shape, strict=False)]
+    indices = [_first_of_same(i, values, d) for d, i in enumerate(indices)]
     reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
     if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
     else:
         lo, hi, limit = captured_bounds(values)
+        evaluation = current_evaluation.get()
+        for d, reach in enumerate(reaches):
+            if evaluation is not None and reach.steps is not None:
+                evaluation.note_cut(reach.steps, table=values, along=d)
     is_single = all(i.first is i.last for i in reaches)
     if is_single and lo is hi:
         element = extreme_of(lo, values.ndim, reaches, torch.amin)
@@ -92,6 +97,14 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     if not isinstance(values, Range) and lo is hi:
         reached.members = members_of(values, reaches[0].steps)
     return reached
+
+
+def _first_of_same(index: Any, values: Any, d: int) -> Any:
+    """An index whose blocks reach equal elements becomes that of the first one."""
+    if not isinstance(index, Range) or not index.constant_in or not isinstance(values, Tensor):
+        return index
+    is_constant = (id(values), version_of(values), d) in index.constant_in
+    return Range(index.lo, index.lo, index.known_dtype, index.limit) if is_constant else index
 
 
 class _Rows(Range):

@@ -96,6 +96,8 @@ class Range:
     """
 
     __array_ufunc__ = None  # makes NumPy's numbers leave operators to this class
+    # Tables that have one element at all indices of a block, along which dimension: (id, version, dimension).
+    constant_in: frozenset[tuple[int, int, int]] = frozenset()
 
     def __init__(
         self,

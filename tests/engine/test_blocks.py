@@ -10,13 +10,16 @@ import sys
 import typing
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import oracles
 import pytest
 import torch
 from functions import (
     LONG_TABLES,
+    LONGEST,
     Drawn,
+    Pick,
     compiled,
     composed,
     drawn,
@@ -25,7 +28,7 @@ from functions import (
     short_and_campaign,
     structured,
 )
-from helpers import DEVICES, TOLERANCE, arguments, by_turns, check_equal_block_masks, error
+from helpers import DEVICES, TOLERANCE, arguments, by_turns, check_equal_block_masks, error, try_examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -41,7 +44,7 @@ from torch.nn.attention.flex_attention import (
 
 import flexmasks
 from flexmasks import compat
-from flexmasks.blocks import Elements, Layout, dependence, limits, lists, materialize, of_block_mask
+from flexmasks.blocks import Elements, Layout, dependence, limits, lists, materialize, of_block_mask, undecided
 from flexmasks.blocks.bits import bits_in_parts
 from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
@@ -182,6 +185,98 @@ def test_structured_functions(device: str, examples: int) -> None:
 
     equal()
     assert len(tried) > (250 if examples >= 400 else 0.6 * examples)
+
+
+# --- pieces of blocks ---
+
+
+@functools.cache
+def tables_in_pieces(device: str, length: int = LONGEST + 3) -> dict[str, Any]:
+    """Return tables whose numbers change now and then, as those of documents with images."""
+    generator = torch.Generator().manual_seed(5)
+    changes = torch.rand(5, length, generator=generator) < torch.tensor(
+        [[1 / 9], [1 / 25], [1 / 60], [1 / 60], [1 / 60]]
+    )
+    ids = changes.cumsum(1)
+    span = torch.where(ids[1] % 3 == 0, -1, torch.randperm(length, generator=generator)[ids[1]])
+    tables = {"short": ids[0], "span": span, "noise": ids[1] % 3 == 1, "doc": ids[2:].int(), "rows": ids[2:].mT}
+    return {name: table.to(device) for name, table in tables.items()}
+
+
+CONDITIONS = ["span[q] == span[kv]", "span[q] == span[kv]", "span[kv] >= 0", "span[q] >= 0", "noise[kv]", "~noise[q]"]
+CONDITIONS += [
+    "kv <= q",
+    "kv <= q",
+    "q - kv < 50",
+    "doc[b, q] == doc[b, kv]",
+    "doc[b, q] == doc[b, kv]",
+    "doc[h, kv] > 1",
+]
+CONDITIONS += ["short[q] != short[kv]", "rows[kv, b] == rows[q, b]", "q // 37 == kv // 37", "q % 37 >= (kv + 5) % 37"]
+CONDITIONS += [
+    "span[q + 3] != span[kv]",
+    "noise[kv // 2]",
+    "doc[b, q - 1] == doc[b, kv]",
+    "doc[b][kv] == short[q] // 4",
+]
+
+
+def on_tables(pick: Pick, depth: int = 3) -> str:
+    """Write a mask of conditions on tables, joined by and, or, not."""
+    if depth == 0 or pick([True, False, False, False]):
+        return pick(CONDITIONS)
+    first, second = on_tables(pick, depth - 1), on_tables(pick, depth - 1)
+    return pick(["({x}) & ({y})", "({x}) & ({y})", "({x}) | ({y})", "~({x})"]).format(x=first, y=second)
+
+
+@examples_by_device(short=60, campaign=2000, cuda=200)
+def test_conditions_on_tables(device: str, examples: int) -> None:
+    def nothing(*_: Any) -> None: ...
+
+    def equal(case: Drawn) -> None:
+        with mock.patch.multiple(undecided, _MANY=1, _look_at_samples=nothing):  # so that pieces decide all blocks
+            check(compiled(case.expression, tables_in_pieces(device)), *case.sizes, device)
+
+    try_examples(examples, equal, drawn(on_tables))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_spans_and_noise_are_looked_at_in_pieces(batch: int) -> None:
+    """Ranges of whole blocks leave thousands of blocks undecided that are empty or full."""
+    length = 4096
+    number = torch.arange(length) // torch.tensor([[40], [48]])[:batch]
+    span, noise = torch.where(number % 3 == 0, -1, number), torch.where(number % 3 == 1, number, -1)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        visible = (kv <= q) | ((span[b, q] == span[b, kv]) & (span[b, q] >= 0))
+        return visible & ~((noise[b, kv] >= 0) & (noise[b, q] != noise[b, kv]))
+
+    evaluated = 0
+    by_elements = Elements.__call__
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal evaluated
+        visible = by_elements(*args)
+        evaluated += visible.numel()
+        return visible
+
+    with mock.patch.object(Elements, "__call__", counted):
+        layout = build(mask, batch, 1, length, length, torch.device("cpu"))
+    assert layout.undecided is not None
+    assert layout.undecided > 500 * batch
+    assert evaluated < 80 * layout.undecided  # 64 in the look at samples
+
+
+def test_a_strip_with_few_open_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of all blocks are looked at strip by strip; this strip's blocks are few, and go to the next look."""
+    monkeypatch.setattr(limits, "BLOCKS_ON_CPU", 1)
+    monkeypatch.setattr(limits, "BLOCKS_AT_ONCE_ON_CPU", 64 * 16)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        never = (q >= 240) & (q < 256) & (kv < 16) & (q - q > 0)
+        return never | ((q >= 256) & (q * kv % 2 == 1))
+
+    check(mask, 1, 1, 1024, 1024, (16, 16))
 
 
 # --- functions made to be hard ---

@@ -311,7 +311,7 @@ def test_long_reaches_have_the_same_ends(expression: str, monkeypatch: pytest.Mo
     ],
 )
 def test_unknown_operations_are_named(expression: str, name: str) -> None:
-    truth, unknown, _, _ = evaluate(compiled(expression), *_blocks(1, 1, 4, 4))
+    truth, unknown, *_ = evaluate(compiled(expression), *_blocks(1, 1, 4, 4))
     assert unknown[0] == name
     assert not truth.lo.any()
     assert truth.hi.all()
@@ -489,7 +489,7 @@ def test_a_rule_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         ones = torch.ones_like(a.lo)
         return Range(-ones, ones, torch.float32)
 
-    truth, not_understood, _, _ = evaluate(compiled("torch.sinc(q) < 2"), *_blocks(1, 1, 4, 4))
+    truth, not_understood, *_ = evaluate(compiled("torch.sinc(q) < 2"), *_blocks(1, 1, 4, 4))
     assert not_understood == ()
     assert truth.lo.all()
     with pytest.raises(ValueError, match="'add' already has a range rule"):
