@@ -135,8 +135,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exits with 1 if there are errors, with 2 if the command is wrong, else with 0. The kinds of findings stand in "
         "help(flexmasks.check). Parameters of the mask are given by their names, with values as in Python, as in "
-        "--window 64; by default those of a registered mask are an example's. --lengths all, without --length, proves "
-        "what no length shows."
+        "--window 64; by default those of a registered mask are an example's."
     )
     does = "module:name of a function (b, h, q, kv), Mask, BlockMask or boolean tensor of yours, or a registered name"
     parser.add_argument("mask", metavar="MASK", help=does)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flexmasks.extend import Expression
 
-_ISL_OPERATIONS = 5_000_000  # some seconds
-_Z3_MILLISECONDS = 5_000
+# Some seconds each, counted so that no answer depends on the machine.
+_ISL_OPERATIONS, _Z3_RESOURCES = 5_000_000, 3_000_000
 # Functions of torch that are named otherwise here.
 _NAMES = {"absolute": "abs", "min": "minimum", "max": "maximum", "clip": "clamp", "and": "and_", "or": "or_"}
 _NAMES |= {"remainder": "mod", "floor_divide": "floordiv", "subtract": "sub", "multiply": "mul"}
@@ -249,7 +249,7 @@ class _WithTables(_Theory):
         z3 = self._z3
         within, holds = self.of(domain), self.of(condition)
         solver = z3.Solver(ctx=self._context)
-        solver.set("timeout", _Z3_MILLISECONDS)
+        solver.set("rlimit", _Z3_RESOURCES)
         solver.add(within, *self._facts())
         for mistake, reason in self._mistakes:
             if solver.check(mistake) != z3.unsat:
@@ -257,7 +257,7 @@ class _WithTables(_Theory):
         solver.add(holds)
         answer = solver.check()
         if answer == z3.unknown:
-            raise Undecided(f"z3 did not find out in {_Z3_MILLISECONDS // 1000} seconds")
+            raise Undecided("z3 did not find out in some seconds")
         if answer == z3.unsat:
             return None
         model = solver.model()
@@ -267,11 +267,13 @@ class _WithTables(_Theory):
             return int(z3.is_true(found)) if isinstance(found, z3.BoolRef) else found.as_long()
 
         places = [place for _, _, at, _ in self._reads for place in at]
+        solver.set("rlimit", _Z3_RESOURCES // 10)
         for term in [*self.symbols.values(), *places]:  # by halves, which is faster than what z3 has for it
-            least = -abs(value(term))
-            while least < value(term):
+            least, answer = -abs(value(term)), z3.sat
+            while least < value(term) and answer != z3.unknown:
                 middle = (least + value(term)) // 2
-                if solver.check(term <= middle) == z3.sat:
+                answer = solver.check(term <= middle)
+                if answer == z3.sat:
                     model = solver.model()
                 else:
                     least = middle + 1

@@ -227,8 +227,8 @@ def _opened(mask: Mask, names: Iterable[str]) -> Mask:
 
 def _check_limits(call: str, limits: Limits, numbers: set[str], tables: set[str]) -> None:
     for name, value in limits.items():
-        if name not in numbers | tables | {_LENGTH}:
-            known = ", ".join(f"`{n}`" for n in sorted((numbers | tables) - {""})) or "none"
+        if name not in (numbers | tables | {_LENGTH}).difference(_INDICES):
+            known = ", ".join(f"`{n}`" for n in sorted((numbers | tables) - {"", *_INDICES})) or "none"
             raise ValueError(f"{call}: `parameters` names `{name}`; the parameters of these masks are {known}.")
         if not (isinstance(value, list | tuple) and len(value) == 2) and not (value == "increasing" and name in tables):
             raise ValueError(
