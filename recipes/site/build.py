@@ -124,7 +124,8 @@ def pages() -> Iterator[tuple[str, str]]:
     home = str(HERE.relative_to(ROOT) / "home.md")
     first = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rest = (ROOT / home).read_text(encoding="utf-8")
-    yield "index.md", linked(first, "README.md", "index.md", places) + linked(rest, home, "index.md", places)
+    wide = "---\nhide: [navigation, toc]\n---\n\n"
+    yield "index.md", wide + linked(first, "README.md", "index.md", places) + linked(rest, home, "index.md", places)
     yield from gallery.pages()
     for module in MODULES:
         yield f"reference/{module}.md", _reference(module)
@@ -218,7 +219,8 @@ def linked(text: str, file: str, name: str, places: dict[str, str]) -> str:
         if not (ROOT / there).exists():
             raise SystemExit(f"{file}: {target or source} leads nowhere")
         if is_picture or source:
-            return f"<figure>{(ROOT / there).read_text(encoding='utf-8')}</figure>"
+            side = " class='fm-aside'" if 'align="right"' in found[0] else ""
+            return f"<figure{side}>{(ROOT / there).read_text(encoding='utf-8')}</figure>"
         page = LINKS.get(there) or places.get(there)
         if page == "gallery/index.md" and anchor in _names():
             page, anchor = f"gallery/{posixpath.basename(posixpath.dirname(there))}/{anchor}.md", ""

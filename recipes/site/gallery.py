@@ -84,7 +84,7 @@ def page(entry: Any, drawings: list[Drawing] | None = None) -> str:
     rows, prose = _documented(known.doc, known.parameters)
     parts = [f"# {entry.name}", f"`{entry.signature}`", markdown(entry.summary)]
     if drawings:
-        parts += ["\n".join(["<div class='fm-pictures'>", *map(_figure, drawings), "</div>"])]
+        parts += ["\n".join(["<div class='fm-pictures'>", *_figures_of(drawings), "</div>"])]
         parts += ["## Code", f"```python\n{_code(drawings[0].value, drawings[0].length)}\n```"]
     else:
         parts += [f"No example: {markdown(_error_of(entry))}"]
@@ -132,9 +132,14 @@ def code(kind: str, name: str) -> str:
     return _code(drawing.value, drawing.length)
 
 
-def _figure(drawing: Drawing) -> str:
-    picture = drawing.picture.svg(style=False)
-    return f"<figure data-search-exclude>{picture}<figcaption>{drawing.length:,} tokens</figcaption></figure>"
+def _figures_of(drawings: list[Drawing]) -> list[str]:
+    pictures: dict[str, int] = {}  # a change that is the same anywhere has one
+    for drawing in drawings:
+        pictures.setdefault(drawing.picture.svg(style=False), drawing.length)
+    return [
+        f"<figure data-search-exclude>{picture}<figcaption>{length:,} tokens</figcaption></figure>"
+        for picture, length in pictures.items()
+    ]
 
 
 def _error_of(entry: Any) -> str:

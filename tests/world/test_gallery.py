@@ -194,4 +194,4 @@ def test_a_page_of_a_score_has_its_figures() -> None:
     text = gallery.page(entry)
     assert "## Measured" in text
     assert "## Blocks" not in text
-    assert text.count("<svg") == 3
+    assert text.count("<svg") == 1  # the curve is the same at any length
