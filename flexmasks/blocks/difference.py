@@ -11,6 +11,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, block_indices, coordinates_of
 from flexmasks.blocks.limits import progress
+from flexmasks.blocks.lists import flat_nonzero
 
 _PARTS = 8  # parts of a square along each axis
 _SMALLEST = 16  # queries and keys of the squares whose pairs are evaluated
@@ -93,11 +94,13 @@ class _Search:
         while batch * heads * -(-lengths[0] // side) * -(-lengths[1] // side) > _FIRST_SQUARES and side < max(lengths):
             side *= _PARTS
         rows, columns = (Axis(n, side) for n in lengths)
-        known = [of.of_axes(batch, heads, rows, columns) for of in self._sides]
-        shape = torch.Size((batch, heads, rows.count, columns.count))
-        at = coordinates_of(torch.arange(shape.numel()), shape)
+        a, b = (of.of_axes(batch, heads, rows, columns) for of in self._sides)
+        are_same = (a.certain & b.certain) | ~(a.possible | b.possible)
+        places = flat_nonzero(~are_same)
+        at = coordinates_of(places, torch.Size((batch, heads, rows.count, columns.count)))
         at[:, 2:] *= side
-        self._count(at, side, known[0], known[1], is_shown=True)
+        a, b = (Truth(x.certain[places], x.possible[places]) for x in (a, b))
+        self._count(at, side, a, b, is_shown=True)
 
     def _count(self, at: Tensor, side: int, a: Truth, b: Truth, is_shown: bool = False) -> None:
         """Count squares of a side with their first pairs at [n, (b, h, q, kv)]; those past the edge have no pairs."""

@@ -95,6 +95,15 @@ def test_batch_elements_and_heads() -> None:
     assert found(later) == (3 * 40, 0, (0, 1, 0, 0))
 
 
+@pytest.mark.gpu
+def test_masks_on_two_devices() -> None:
+    ids = torch.arange(9000) // 700
+    on_cpu, on_gpu = (causal() & document(document_ids=ids.to(device)) for device in ("cpu", "cuda"))
+    assert flexmasks.compare(on_cpu, on_gpu, 9000).equal
+    window = sliding_window(window=500)
+    assert found(flexmasks.compare(on_gpu, window, 9000)) == found(flexmasks.compare(on_cpu, window, 9000))
+
+
 # --- what is compared ---
 
 
