@@ -99,6 +99,8 @@ def check_metadata(text: str) -> None:
         "plot",
         "notebooks",
         "proofs",
+        "docs",
+        "browser",
         "cudnn",
         "flash",
         "huggingface",
