@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flexmasks.asking.check import check as check
     from flexmasks.asking.compare import Comparison as Comparison
     from flexmasks.asking.compare import compare as compare
+    from flexmasks.asking.proofs import Proof as Proof
     from flexmasks.integrations.watching import watch as watch
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw

@@ -70,6 +70,13 @@ def of_masks(q: Tensor, ids: Tensor) -> None:
     assert_type(masks.paged("causal", q, q, 16), flexmasks.Mask)
 
 
+def of_questions() -> None:
+    assert_type(flexmasks.compare("causal", causal(), 64), flexmasks.Comparison)
+    proof = flexmasks.compare("causal", "sliding_window", lengths="all", parameters={"window": ("q_len", None)})
+    assert_type(proof, flexmasks.Proof)
+    assert_type(flexmasks.check("document", lengths="all", document_ids=[0, 1]), flexmasks.Findings)
+
+
 def of_scores(q: Tensor) -> None:
     assert_type(softcap(cap=30), flexmasks.Score)
     flexmasks.attention(q, q, q, score=[alibi(slopes=[0.5, 0.25]), scores.softcap(cap=30.0, exact=True)])

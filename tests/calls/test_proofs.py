@@ -168,7 +168,7 @@ def check_pair(seed: int, with_tables: bool) -> str:
 FIRST = int(os.environ.get("FLEXMASKS_SEED", "0")) * 1000
 
 
-@short_and_campaign(60, 1000)
+@short_and_campaign(40, 1000)
 def test_random_pairs_without_tables(examples: int) -> None:
     verdicts = Counter(check_pair(seed, False) for seed in range(FIRST, FIRST + examples))
     assert verdicts["proved"] > examples / 5
@@ -176,7 +176,7 @@ def test_random_pairs_without_tables(examples: int) -> None:
     assert verdicts["not decided"] <= examples / 20
 
 
-@short_and_campaign(25, 500)
+@short_and_campaign(20, 500)
 def test_random_pairs_with_tables(examples: int) -> None:
     verdicts = Counter(check_pair(seed, True) for seed in range(FIRST, FIRST + examples))
     assert verdicts["proved"] > examples / 10
@@ -222,7 +222,7 @@ def check_findings(seed: int) -> None:
             assert wrong_pairs(kind, dense)[q, kv], (kind, case)
 
 
-@short_and_campaign(40, 500)
+@short_and_campaign(20, 500)
 def test_findings_of_random_masks(examples: int) -> None:
     for seed in range(FIRST, FIRST + examples):
         check_findings(seed)
