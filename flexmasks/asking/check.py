@@ -257,12 +257,11 @@ def _of_function(subject: Subject, over: MaskOverLengths, lengths: dict[str, Any
         yield Finding("compares floats", KINDS["compares floats"], "rounding may decide what is visible")
     if why := over.why_bits():
         yield Finding("goes as bits", KINDS["goes as bits"], f"kernels get the mask's bits, not its function: {why}")
-        in_32 = _differing(shows, lambda *i: shows(*(x.int() for x in i)))
-        yield from _shown(over, "differs by dtype", in_32, "see other keys where indices have 32 bits, as in kernels")
+        in_32 = lambda *indices: shows(*(x.int() for x in indices))  # noqa: E731
+        yield from _by_dtype(over, in_32, "see other keys where indices have 32 bits, as in kernels")
         if (wide := _in_64_bits(mask)) is not None:
-            in_64 = _differing(shows, MaskOverLengths(_CALL, wide, **lengths).function)
             words = "see other keys if captured tensors have 64 bits: numbers wrap around, or are rounded"
-            yield from _shown(over, "differs by dtype", in_64, words)
+            yield from _by_dtype(over, MaskOverLengths(_CALL, wide, **lengths).function, words)
     elif leaves.numbers:
         named = " and ".join(sorted(f"`{n.name}` = {n.value!r}" for n in leaves.numbers))
         words = f"{named} in a kernel, and other values compile others; a tensor compiles none"
@@ -270,6 +269,13 @@ def _of_function(subject: Subject, over: MaskOverLengths, lengths: dict[str, Any
     if structure.unreadable:
         words = f"each call is planned again: the function reads {structure.unreadable}, which may change unnoticed"
         yield Finding("recompiles", KINDS["recompiles"], words)
+
+
+def _by_dtype(over: MaskOverLengths, other: _Function, words: str) -> list[Finding]:
+    try:
+        return _shown(over, "differs by dtype", _differing(over.function, other), words)
+    except (ValueError, TypeError):  # the function fails for other dtypes
+        return []
 
 
 def _share(chosen: Tensor) -> str:

@@ -309,6 +309,13 @@ def test_tensors_on_a_device(device: str) -> None:
     assert (finding.kind, finding.pair) == ("reads behind the end", (0, 0, N - 1, 0))
 
 
+def test_functions_of_one_dtype() -> None:
+    def of_64_bits(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= (kv if q.dtype == torch.int64 else None)  # type: ignore[operator,no-any-return]
+
+    assert [f.kind for f in check(of_64_bits, 20)] == ["goes as bits"]
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="depends on its batch index; pass `batch`"):
         check(lambda b, h, q, kv: kv < LENGTHS[b], 8)
