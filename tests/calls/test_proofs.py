@@ -434,16 +434,27 @@ def test_what_is_not_decided(name: str) -> None:
     assert reason in repr(proof)
 
 
-@pytest.mark.parametrize("n", [-3, 1, 4])
-def test_divisors_that_are_symbols(n: int) -> None:
-    """Python's quotients are rounded down and its remainders have the sign of the divisor."""
+def test_divisors_that_are_symbols() -> None:
+    """Python's quotients are rounded down, and its remainders have the sign of the divisor."""
 
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: int) -> Tensor:
-        return ((q - kv) // n <= -1) & ((kv - q) % n <= 0)
+        return ((q - kv) // n <= -1) & ((kv - q) % n >= n // 2)
 
-    same = asked(mask, lambda b, h, q, kv: ((q - kv) // n <= -1) & ((kv - q) % n <= 0), {"n": (n, n)})
-    assert same.equal, same
+    below = asked(mask, lambda b, h, q, kv: ((kv - q) // 3 <= -1) & ((q - kv) % 3 <= 2), {"n": (-3, -3)})
+    assert below.equal, below
+    above = asked(mask, lambda b, h, q, kv: (q < kv) & ((kv - q) % 4 > 1), {"n": (4, 4)})
+    assert above.equal, above
     assert "may divide by 0" in asked(mask, "causal", {"n": (-3, 3)}).reason
+
+
+def test_values_that_rise() -> None:
+    box = {"document_ids": "increasing"}
+    proof = asked(masks.document(document_ids=IDS) & "causal", "causal", box)
+    assert (proof.verdict, proof.implies, proof.first) == ("refuted", True, (0, 0, 1, 0))
+    ids = proof.parameters["document_ids"].tolist()
+    assert ids == sorted(ids)
+    between = lambda b, h, q, kv: (kv <= q) & (IDS[q] == IDS[kv]) & (IDS[(q + kv) // 2] == IDS[q])  # noqa: E731
+    assert asked(masks.document(document_ids=IDS) & "causal", between, box).equal
 
 
 def test_large_numbers() -> None:
