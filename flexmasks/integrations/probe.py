@@ -74,7 +74,9 @@ def probed(
         if running:
             running[-1].mixes |= call.mixes
         is_busy = False
-        return _with_gradient(result)
+        result = _with_gradient(result)
+        first.extend([result] if not call.inputs and _has_tokens(result) else [])  # embeddings
+        return result
 
     hooks: list[Any] = []
     try:
