@@ -81,7 +81,9 @@ never wrong. The same happens if a function cannot run on ranges. `Mask.blocks` 
 A block in which two documents meet has two ids, far apart where ids are in no order. So the blocks of a table of
 integers also keep which ids they hold, as bits of a hash, and `ids[q] == ids[kv]` asks whether two blocks share one.
 
-Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong.
+Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong. Where tables have several
+numbers in a block, ranges do not know which of them come together. If many blocks stay undecided, flexmasks.blocks asks
+again for pieces of them, in which no table changes.
 
 A Range has the operations of an integer tensor, but it is no tensor. A function may ask for the type of its arguments,
 as type checkers do with `isinstance(q, torch.Tensor)`. Such a question ends the evaluation, and all blocks are looked

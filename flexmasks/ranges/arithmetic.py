@@ -179,8 +179,8 @@ def floor_divide(a: Any, b: Any) -> Range | None:
 
 def _note_multiples(steps: Steps, b: int) -> None:
     evaluation = current_evaluation.get()
-    if evaluation is not None:
-        evaluation.note_cut(steps, period=b)
+    if evaluation is not None and evaluation.reads_values:
+        evaluation.reached.append((steps, None, 0, b))
 
 
 rule("rfloordiv")(reflected(floor_divide))

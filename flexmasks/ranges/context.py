@@ -87,8 +87,8 @@ class Evaluation:
         self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
         self.computed = 0  # numbers in the results of the function's operations
-        self.steps: dict[int, Any] = {}  # of the indices of queries and keys, by their block dimension
-        self.cuts: list[Cut] = []
+        # Steps of indices of tables, with the table and the dimension, or of what is divided, with the divisor.
+        self.reached: list[tuple[Any, Tensor | None, int, int]] = []
         self._bounds: KnownBounds = {} if bounds is None else bounds
 
     def note_width(self, width: int) -> None:
@@ -96,13 +96,6 @@ class Evaluation:
         if width > self._max_width:
             raise TooWide(width)
         self.widest = max(self.widest, width)
-
-    def note_cut(self, steps: Any, **where: Any) -> None:
-        """Note where numbers in steps change, if they follow from positions of queries or keys."""
-        of_index = self.steps.get(steps.dim)
-        if self.reads_values and of_index is not None and of_index.first % of_index.size == 0:
-            unit = of_index.size // steps.size
-            self.cuts.append(Cut(steps.dim, unit, steps.first - of_index.first // unit, **where))
 
     def ask_for_type(self, frame: FrameType) -> None:
         """Raise GiveUp if the function asks for the type of a range. torch itself asks, too, when it reads the

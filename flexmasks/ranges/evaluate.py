@@ -89,7 +89,6 @@ def evaluate(
     """
     compute_device = q.lo.device
     evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds, pairs)
-    evaluation.steps = {x.steps.dim: x.steps for x in (q, kv) if x.steps is not None}
     token = current_evaluation.set(evaluation)
     try:
         try:
@@ -101,11 +100,23 @@ def evaluate(
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         finally:
             evaluation.check_no_question()
-        facts = tuple(evaluation.not_understood), evaluation.widest, evaluation.computed, tuple(evaluation.cuts)
+        cuts = _cuts(evaluation, q, kv) if evaluation.reached else ()
+        facts = tuple(evaluation.not_understood), evaluation.widest, evaluation.computed, cuts
         return Evaluated(_truth_of(result), *facts)
     finally:
         current_evaluation.reset(token)
         evaluations_of_mixed_dtypes.discard(evaluation)
+
+
+def _cuts(evaluation: Evaluation, q: Range, kv: Range) -> tuple[Cut, ...]:
+    of_index = {x.steps.dim: x.steps for x in (q, kv) if x.steps is not None and x.steps.first % x.steps.size == 0}
+    cuts = []
+    for steps, table, along, period in evaluation.reached:
+        if steps.dim in of_index:
+            index = of_index[steps.dim]
+            unit = index.size // steps.size
+            cuts.append(Cut(steps.dim, unit, steps.first - index.first // unit, period, table, along))
+    return tuple(cuts)
 
 
 def check_boolean(dtype: torch.dtype) -> None:

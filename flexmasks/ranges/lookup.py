@@ -78,7 +78,8 @@ def block_shape(end: Tensor) -> tuple[int, ...]:
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     if (guarded := index_guard.get()) is not None:
         indices = [guarded(values, i, n) for i, n in zip(indices, values.shape, strict=False)]
-    indices = [_first_of_same(i, values, d) for d, i in enumerate(indices)]
+    if any(getattr(i, "constant_in", None) for i in indices):
+        indices = [_first_of_same(i, values, d) for d, i in enumerate(indices)]
     reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
     if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
@@ -86,8 +87,8 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
         lo, hi, limit = captured_bounds(values)
         evaluation = current_evaluation.get()
         for d, reach in enumerate(reaches):
-            if evaluation is not None and reach.steps is not None:
-                evaluation.note_cut(reach.steps, table=values, along=d)
+            if evaluation is not None and evaluation.reads_values and reach.steps is not None:
+                evaluation.reached.append((reach.steps, values, d, 0))
     is_single = all(i.first is i.last for i in reaches)
     if is_single and lo is hi:
         element = extreme_of(lo, values.ndim, reaches, torch.amin)
@@ -101,9 +102,8 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
 
 def _first_of_same(index: Any, values: Any, d: int) -> Any:
     """An index whose blocks reach equal elements becomes that of the first one."""
-    if not isinstance(index, Range) or not index.constant_in or not isinstance(values, Tensor):
-        return index
-    is_constant = (id(values), version_of(values), d) in index.constant_in
+    is_constant = isinstance(index, Range) and isinstance(values, Tensor) and bool(index.constant_in)
+    is_constant = is_constant and (id(values), version_of(values), d) in index.constant_in
     return Range(index.lo, index.lo, index.known_dtype, index.limit) if is_constant else index
 
 
