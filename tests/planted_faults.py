@@ -74,11 +74,6 @@ FAULTS: list[Fault] = [
     Fault("asking/proofs.py", "pairs += [self._specified(name, tensor) for name in names]", "pairs += [(None, None)]"),
     Fault(
         "asking/proofs.py",
-        "conditions += [symbol <= distance, -symbol <= distance]",
-        "conditions += [symbol <= distance]",
-    ),
-    Fault(
-        "asking/proofs.py",
         "box.are_implied(one, other), box.are_implied(other, one)",
         "box.are_implied(one, other), None",
     ),

@@ -447,6 +447,14 @@ def test_divisors_that_are_symbols() -> None:
     assert "may divide by 0" in asked(mask, "causal", {"n": (-3, 3)}).reason
 
 
+def test_values_that_a_specification_excludes() -> None:
+    lens = torch.tensor([3, 4])
+    padding = masks.padding(kv_lens=lens)
+    assert asked(padding, padding | (lambda b, h, q, kv: lens[b] < 0)).equal
+    absolute = lambda b, h, q, kv, *, prefix_len: (kv <= q) | (kv < abs(prefix_len))  # noqa: E731
+    assert asked("prefix_lm", absolute, {"prefix_len": (-9, 9)}).equal
+
+
 def test_values_that_rise() -> None:
     box = {"document_ids": "increasing"}
     proof = asked(masks.document(document_ids=IDS) & "causal", "causal", box)
