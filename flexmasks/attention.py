@@ -588,7 +588,7 @@ def dense_mask(
 
 
 def _explained() -> list[str]:
-    return [name for name in later.request.Request._fields if name != "params"]
+    return [name for name in later.request.Request._fields if name in KEYWORDS]
 
 
 @says_what_to_write(lambda *given: named(given[3], _explained()), also=KEYWORDS)
