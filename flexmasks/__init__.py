@@ -26,6 +26,7 @@ from flexmasks.masks.paged import paged as paged
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.definitions import known_elsewhere as _known_elsewhere
+from flexmasks.spec.elsewhere import CALLS as _CALLS
 from flexmasks.spec.registry import list_masks as list_masks
 from flexmasks.spec.registry import list_scores as list_scores
 from flexmasks.spec.registry import register_mask as register_mask
@@ -91,7 +92,9 @@ def _advice(name: str) -> str:
         [] if name.startswith("_") else [masks, scores, *(importlib.import_module(f"{__name__}.{n}") for n in _LATER)]
     )
     found = next((place.__name__ for place in places if name in place.__all__), None)
-    return f"; write `from {found} import {name}`" if found else _known_elsewhere(name)
+    if found:
+        return f"; write `from {found} import {name}`"
+    return f"; write `{_CALLS[name]}`" if name in _CALLS else _known_elsewhere(name)
 
 
 if not TYPE_CHECKING:

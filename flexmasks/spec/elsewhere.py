@@ -16,10 +16,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_aux"), ("return_lse",)),
     **dict.fromkeys(("s_aux", "learnable_sink"), ("sink_logits",)),
     "op": ("backend",),
+    **dict.fromkeys(("cache_position", "past_len", "start_pos"), ("q_offset",)),
+    **dict.fromkeys(("head", "head_idx"), ("h",)),  # of a picture
     **dict.fromkeys(("group", "process_group", "cp_group", "device_mesh"), ("mesh",)),
     **dict.fromkeys(("B", "batch_size"), ("batch",)),
     **dict.fromkeys(("H", "num_heads", "n_heads", "nheads"), ("heads", "height")),
-    **dict.fromkeys(("S", "seq_len", "seqlen", "length", "L"), ("q_len", "seq_lens")),
+    **dict.fromkeys(("S", "seq_len", "seqlen", "length", "L"), ("q_len", "seq_lens", "max_tokens")),
+    "max_length": ("max_tokens",),
     **dict.fromkeys(("Q_LEN", "num_queries", "q_seq_len"), ("q_len",)),
     **dict.fromkeys(("KV_LEN", "num_keys", "kv_seq_len"), ("kv_len",)),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("offsets",)),
@@ -45,11 +48,22 @@ NAMES: dict[str, tuple[str, ...]] = {
     "block_size": ("block", "page_size"),
     **dict.fromkeys(("doc_id", "doc_ids", "segment_ids", "sequence_ids", "seq_idx"), ("document_ids",)),
     **dict.fromkeys(("lengths", "lens", "seqlens"), ("seq_lens", "kv_lens")),
+    "position_ids": ("document_ids=(position_ids == 0).cumsum(-1)",),
     "key_padding_mask": ("attention_mask=~key_padding_mask",),
     **dict.fromkeys(("num_sinks", "sink_size", "start_size"), ("sinks",)),
     **dict.fromkeys(("global_tokens", "is_global"), ("tokens",)),
     **dict.fromkeys(("softcap", "soft_cap", "logit_cap", "logits_soft_cap"), ("cap",)),
     "alibi_slopes": ("slopes",),
+}
+# By the name of a call elsewhere what to write here.
+CALLS: dict[str, str] = {
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "sdpa", "flash_attn_func", "flash_attn_with_kvcache", "decode"),
+        "flexmasks.attention",
+    ),
+    **dict.fromkeys(("varlen", "varlen_attn", "flash_attn_varlen_func"), "flexmasks.varlen_attention"),
+    **dict.fromkeys(("plot", "visualize"), "flexmasks.draw"),
+    "register": "from flexmasks.integrations.huggingface import register",
 }
 # What to do where no argument takes the place of one elsewhere.
 ADVICE: dict[str, str] = {
@@ -79,8 +93,11 @@ ADVICE: dict[str, str] = {
     "_compile": "leave it out: blocks are found without looking at all pairs",
     "dtype": "convert q, k and v",
     "dim": "leave it out: the softmax is over the last dimension, that of the keys",
-    **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
-    "block_table": "pass it as `page_table`, with `kv_lens`",
+    **dict.fromkeys(
+        ("seqused_k", "cache_seqlens"),
+        "pass where queries start as `q_offset`; of a paged cache, flexmasks.paged_attention takes them as `kv_lens`",
+    ),
+    "block_table": "flexmasks.paged_attention takes it as `page_table`, with `kv_lens`",
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
     "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
     "sliding_window": 'pass mask="sliding_window", window=sliding_window - 1',

@@ -279,8 +279,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "cache_seqlens": (calling("paged", cache_seqlens=[3, 4]), "did you mean `kv_lens`?"),
     "cache_seqlens of attention": (
         calling("attention", cache_seqlens=[3, 4]),
-        "pass them as `kv_lens`, with `page_table`",
+        "pass where queries start as `q_offset`; of a paged cache, flexmasks.paged_attention takes them as `kv_lens`",
     ),
+    "cache_position": (calling("attention", cache_position=3), "did you mean `q_offset`?"),
+    "position_ids of documents": (
+        calling("attention", mask="document", position_ids=torch.zeros(B, S)),
+        "did you mean `document_ids=(position_ids == 0).cumsum(-1)`?",
+    ),
+    "head of a picture": (calling("draw", head=1), "did you mean `h`?"),
+    "length of a row of trees": (calling("trees", length=64), "write `max_tokens`."),
+    "offsets of explain": (lambda: flexmasks.explain(Q, K, V, [0, S]), "return_lse=, backend=, kernel_options=."),
     "cu_seqlens of packed": (lambda: flexmasks.packed("causal", cu_seqlens=[0, S]), "for `cu_seqlens` write `offsets`"),
     **{
         f"{n}": (calling("attention", **{n: True}), "no call returns attention weights")
@@ -517,6 +525,10 @@ def test_beginnings_of_names_come_first(part: str, first: str) -> None:
         ("flexmasks", "huggingface", "from flexmasks.integrations import huggingface"),
         ("flexmasks", "generate_alibi_bias", "from flexmasks.scores import alibi"),
         ("flexmasks", "AlibiBias", ""),
+        ("flexmasks", "flash_attn_varlen_func", "flexmasks.varlen_attention"),
+        ("flexmasks", "sdpa", "flexmasks.attention"),
+        ("flexmasks", "visualize", "flexmasks.draw"),
+        ("flexmasks", "register", "from flexmasks.integrations.huggingface import register"),
         ("flexmasks.masks", "causal_mask", "from flexmasks.masks import causal"),
         ("flexmasks.masks", "generate_tanh_softcap", "from flexmasks.scores import softcap"),
         ("flexmasks.masks", "softcap", "from flexmasks.scores import softcap"),
