@@ -85,6 +85,12 @@ def test_one_pair_among_many(pair: tuple[int, int]) -> None:
     assert flexmasks.compare(all_but_one, all_but_one, LENGTH).equal
 
 
+def test_the_first_pair_is_not_in_the_first_square() -> None:
+    pairs = torch.zeros(64, 64, dtype=torch.bool)
+    pairs[20, 3] = pairs[17, 40] = True
+    assert found(flexmasks.compare(pairs, torch.zeros_like(pairs))) == (2, 0, (0, 0, 17, 40))
+
+
 def test_batch_elements_and_heads() -> None:
     lens = torch.tensor([7, 40, 40])
     shorter = flexmasks.get_mask("grouped_tril", seq_lens=lens)
