@@ -233,6 +233,8 @@ def _check(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         from flexmasks.extend import definition
 
         given = _with_example(definition("mask", mask), given, length or 4096)
+    if length is None and not every and (isinstance(mask, str) or callable(mask)):  # a BlockMask or tensor has its own
+        raise ValueError("flexmasks: pass --length N, the number of queries, or --length all for a proof.")
     found = check(
         mask,
         length,
@@ -250,8 +252,9 @@ def _check(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
 
 
 def _of_module(text: str) -> Any:
-    """Return what `module:name` names, of a module that is found in the current folder too."""
+    """Return what `module:name` or `module.py:name` names, of a module that is found in the current folder too."""
     module, _, names = text.partition(":")
+    module = module.removesuffix(".py").replace("/", ".")
     import_modules([module])
     try:
         return operator.attrgetter(names)(sys.modules[module])
