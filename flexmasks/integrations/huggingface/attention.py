@@ -374,8 +374,9 @@ def _leaves_documents_together(layer: _Layer, mask: LateMask) -> bool:
 def _warn_of_documents(layer: str) -> None:
     _log.warning(
         "%s: position_ids start anew inside of rows, but transformers made the mask without them, because the model "
-        "leaves them out, as GPT-OSS does, or got an attention_mask, too. So the documents of a packed row see each "
-        'other, as with attn_implementation="eager". To keep them apart, pass cu_seq_lens_q and cu_seq_lens_k, as '
+        "made a cache, got an attention_mask, too, or leaves them out, as GPT-OSS does. So the documents of a packed "
+        'row see each other, as with attn_implementation="eager". To keep them apart, pass use_cache=False and no '
+        "attention_mask, or cu_seq_lens_q and cu_seq_lens_k, as "
         "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does.",
         layer,
     )
