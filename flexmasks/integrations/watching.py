@@ -117,7 +117,8 @@ class Watched(dict[str, LayerMask]):
         for name, found in self.differing.items():
             more = f"{found.only_b:,} pairs more and {found.only_a:,} less than expected"
             lines.append(f"{name} shows {more}, the first (b, h, q, kv) = {found.first}")
-        return lines + ([f"not seen: {_shortened(self.unseen)}"] if self.unseen else [])
+        more = "" if self._probe else "; `probe=True` sees what they do"
+        return lines + ([f"not seen: {_shortened(self.unseen)}{more}"] if self.unseen else [])
 
     def __repr__(self) -> str:
         columns = min(_TEXT_COLUMNS, shutil.get_terminal_size().columns)

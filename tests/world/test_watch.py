@@ -512,7 +512,7 @@ def test_a_probe_of_torch_layers(batch_first: bool) -> None:
 def test_layers_that_are_not_seen_are_said() -> None:
     found = watch(model_of(), TOKENS, VISIBLE)
     assert found.unseen == LAYERS
-    assert "not seen: blocks.{0-2}.attn" in repr(found)
+    assert "not seen: blocks.{0-2}.attn; `probe=True` sees what they do" in repr(found)
     model = model_of()
     forward = model.blocks[1].forward
     model.blocks[1].forward = torch.no_grad()(forward)  # type: ignore[method-assign]
