@@ -93,8 +93,8 @@ def masked_softmax(
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
         if q_offset is not None:
             raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
-        from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
+        from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         return _watched(_softmax(x, None, None, mask, True, scale), mask)
     shape = x.shape
     x, q_offset = x.reshape(_with_heads(shape)), listed(q_offset, x.device)

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class TreeBatch:
     repeated: how many prefixes stand in more than one row, because their tree is larger than a row.
     """
 
+    hint: ClassVar[str] = ", a batch of trees; write batch.mask"
     tokens: Tensor
     parents: Tensor
     position_ids: Tensor

@@ -126,7 +126,8 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
         if x.layout != torch.strided or x.is_nested:
             wrong(f"`{name}` must be a dense tensor")
         if x.ndim != dims.count(",") + 1:
-            wrong(f"`{name}` must have {dims.count(',') + 1} dimensions, {dims}")
+            hint = " (flexmasks.varlen_attention takes [total, H, D])" if dims == "[B, H, S, D]" and x.ndim == 3 else ""
+            wrong(f"`{name}` must have {dims.count(',') + 1} dimensions, {dims}{hint}")
         sizes = x.shape if "n_pages" in dims else (x.shape[1], x.shape[-1])
         if 0 in sizes:
             wrong(f"`{name}` is empty; the heads, the head size and the pages must be at least 1")
@@ -364,6 +365,8 @@ def _check_tensor(call: str, name: str, value: Any, dtypes: tuple[torch.dtype, .
         hint = "; use torch.as_tensor" if isinstance(value, ARRAYS) else ""
         if name == "mask" and (isinstance(value, str) or callable(value)):
             hint = "; names, Masks and functions go to flexmasks.masked_softmax(x, mask=..., scale=...)"
+        if isinstance(value, list | tuple) and any(isinstance(v, str) or callable(v) for v in value):
+            hint = "; make one mask of several by `&`, as in flexmasks.get_mask('causal') & m"
         raise TypeError(f"{call}: `{name}` {expected}, got {type(value).__name__}{hint}.")
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"

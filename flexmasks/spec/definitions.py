@@ -398,6 +398,7 @@ def _by_peers(kind: str, pattern: str, titles: tuple[str, ...] = ("Peers",)) -> 
         for title, clause in clauses:
             if match := re.search(pattern, clause):
                 first = max(0, match.start() - _PEER_BEFORE) if len(clause) > _LONGEST_PEER else 0
+                first = clause.rfind(" ", 0, first) + 1  # words stay whole
                 peer = f"{'...' if first else ''}{shortened(clause[first:], _LONGEST_PEER)}"
                 found[name] = f"{name!r} ({peer})" if title == "Peers" else repr(name)
                 break

@@ -115,7 +115,10 @@ def _length_of(name: str, offsets: Tensor, size: Size | None, length: int | None
         first, last, shortest = torch.stack([offsets[0], offsets[-1], offsets.diff().min()]).tolist()
         length = last if length is None else length
         if first != 0 or last > length or shortest < 0:
-            raise ValueError(f"`{name}` must rise from 0 to at most the length {length}, got {_shortened(offsets)}.")
+            hint = "; of lengths they are torch.nn.functional.pad(lengths.cumsum(0), (1, 0))" if first > 0 else ""
+            raise ValueError(
+                f"`{name}` must rise from 0 to at most the length {length}, got {_shortened(offsets)}{hint}."
+            )
     return int(offsets[-1]) if length is None else length
 
 

@@ -232,7 +232,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         scored(flexmasks.packed(CHECKERBOARD, [0, 64], q_start=2**31)),
         "score 'packed': positions must be at most 2**30",
     ),
-    "offsets not from 0": (packed([1, 64]), "mask 'packed': `offsets` must rise from 0 to at most the length 64"),
+    "offsets not from 0": (packed([1, 64]), "got 1, 64; of lengths they are torch.nn.functional.pad("),
     "offsets decrease": (packed([0, 30, 20, 64]), "got 0, 30, 20, 64"),
     "offsets beyond the length": (packed([0, 65]), "got values from 0 to 65"),
     "offsets of nothing": (packed([0]), "`offsets` needs at least two values"),
@@ -270,7 +270,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "page_size does not divide": (paged(page_size=24), "`page_size` = 24 must divide the 64 keys of the call"),
     "inner of pages a name": (paged(inner="causal"), "`inner` must be a Mask"),
     # q, k, v
-    "rank": (attending_to(Q[0]), "`q` must have 4 dimensions, [B, H, S, D]; got q float32[4, 64, 16] on cpu"),
+    "rank": (
+        attending_to(Q[0]),
+        "[B, H, S, D] (flexmasks.varlen_attention takes [total, H, D]); got q float32[4, 64,",
+    ),
     "batch": (attending_to(Q[:1]), "one batch size, or k and v batch size 1; got q float32[1, 4, 64, 16]"),
     "dtype": (lambda: flexmasks.attention(Q, K, V.half()), "k and v must have one dtype; got q float32"),
     "more bits than q's": (

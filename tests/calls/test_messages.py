@@ -306,6 +306,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         calling("softmax", mask=torch.ones(B, S, S) > 0),
         "a mask [batch, queries, keys] is mask[:, None]",
     ),
+    "softmax of several masks": (calling("softmax", mask=["causal", CAUSAL]), "make one mask of several by `&`"),
+    "softmax of several names": (
+        calling("softmax", mask=["causal", "document"], document_ids=torch.zeros(S)),
+        "make one mask of several by `&`",
+    ),
+    "a batch of trees": (calling("attention", mask=trees.pack([[1]])), ", a batch of trees; write batch.mask."),
+    "part of a sentence": (
+        made("causal_document"),
+        "(...generate_packed_causal_doc_mask_mod and FlashMask",
+    ),
     "trees by position": (lambda: trees.pack([[1]], [[2]]), "flexmasks.trees.pack takes sequences by position"),
     "trees": (calling("trees", pad=0), "flexmasks.trees.pack: no argument is named `pad`"),
     "pages of trees": (lambda: trees.pack([[1]]).pages(page=3), "flexmasks.trees.TreeBatch.pages: missing"),
