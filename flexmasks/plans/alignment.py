@@ -74,10 +74,13 @@ def of_word(call: str, word: str, q_len: int, kv_len: int) -> int:
 
 def unsaid(call: str, q_len: int, kv_len: int, where: str = "") -> NoReturn:
     """Raise the error of a call that does not say where its queries start."""
-    last = ""
+    last = layout = ""
     if kv_len > q_len:
         last = f"q_offset={kv_len - q_len} or 'last' if the queries are the last tokens of a KV cache, "
-    fail(f"{where}{_counts(q_len, kv_len)}: pass {last}q_offset=0 or 'first' if query 0 is at key 0.", call=call)
+    elif call == "flexmasks.attention":  # heads in groups may stand where the lengths should
+        layout = "; tensors [B, S, H, D] need layout='bshd'"
+    start = f"{last}q_offset=0 or 'first' if query 0 is at key 0{layout}"
+    fail(f"{where}{_counts(q_len, kv_len)}: pass {start}.", call=call)
 
 
 def _counts(q_len: int, kv_len: int) -> str:

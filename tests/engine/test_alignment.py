@@ -88,7 +88,9 @@ def test_every_call(call: str) -> None:
     run, (q, k) = CALLS[call], (torch.randn(1, 2, 1, 8), torch.randn(1, 2, 40, 8))
     causal = flexmasks.get_mask("causal")
     assert "1 query, 40 keys: pass q_offset=39 or 'last'" in said(lambda: run(q, k, mask=causal))[1]
-    assert "40 queries, 1 key: pass q_offset=0 or 'first'" in said(lambda: run(k, q, mask=causal))[1]
+    more_queries = said(lambda: run(k, q, mask=causal))[1]
+    assert "40 queries, 1 key: pass q_offset=0 or 'first'" in more_queries
+    assert ("; tensors [B, S, H, D] need layout='bshd'" in more_queries) is ("flexmasks.attention" in more_queries)
     for word, number in (("first", 0), ("last", 39)):
         got, want = run(q, k, mask=causal, q_offset=word), run(q, k, mask=causal, q_offset=number)
         torch.testing.assert_close(got, want)
