@@ -363,7 +363,7 @@ def test_windows_of_layers_that_look_both_ways() -> None:
 
 def test_documents_start_where_positions_do_not_go_on_by_one() -> None:
     positions = torch.tensor([[3, 4, 5, 10, 11, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
-    assert hf_attention._documents(positions).tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
+    assert hf_attention.documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
 
 
 FEW = {"causal", "packed", "blockwise, sliding", "own"}  # those that are compiled outside campaigns
