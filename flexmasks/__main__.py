@@ -115,18 +115,24 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-lens [300,100], --causal True. By default they are those of an example."
     )
     parser.add_argument("name", metavar="NAME", help="the name of a mask or a score; `list` names all")
-    for option, does in (
+    _add_sizes(
+        parser,
         ("--length", "number of queries (default: what the parameters suggest or 4096)"),
         ("--kv-length", "number of keys (default: the number of queries)"),
         ("--block-size", "positions in a block (default: 128, or 1 for short lengths)"),
-    ):
-        parser.add_argument(option, metavar="N", type=positive, help=does)
-    does = "where the queries start: a position, first or last"
-    parser.add_argument("--q-offset", metavar="N", type=_alignment, help=does)
+    )
     for option, drawn in (("-b", "batch element"), ("--head", "head")):
         parser.add_argument(option, metavar="N", type=int, default=0, help=f"the {drawn} to draw (default: 0)")
     does = "also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
     parser.add_argument("--save", metavar="FILE", help=does)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, *options: tuple[str, str]) -> None:
+    """Add options of numbers above 0, each with its meaning, and where the queries start."""
+    for option, does in options:
+        parser.add_argument(option, metavar="N", type=positive, help=does)
+    does = "where the queries start: a position, first or last"
+    parser.add_argument("--q-offset", metavar="N", type=_alignment, help=does)
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,14 +147,12 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("mask", metavar="MASK", help=does)
     does = "number of queries, or all for a proof (default: those of a BlockMask or tensor)"
     parser.add_argument("--length", metavar="N", type=lambda n: n if n == "all" else positive(n), help=does)
-    for option, does in (
+    _add_sizes(
+        parser,
         ("--kv-length", "number of keys (default: the number of queries)"),
         ("--batch", "number of batch elements, if the mask depends on them"),
         ("--heads", "number of heads, if the mask depends on them"),
-    ):
-        parser.add_argument(option, metavar="N", type=positive, help=does)
-    does = "where the queries start: a position, first or last"
-    parser.add_argument("--q-offset", metavar="N", type=_alignment, help=does)
+    )
     does = "module:name, or a list, of the document of each position, which no pair may cross"
     parser.add_argument("--document-ids", metavar="IDS", help=does)
     does = 'a kind of finding that is an error, such as "sees the future" or sees-the-future; may be repeated'
