@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     without_torch_function: Any
     transforms_active: Callable[[], bool]
     version: Callable[[Tensor], int]
+    base: Callable[[Tensor], Tensor | None]
     CuteOverrides: Any
     flash_on_cpu: Callable[..., tuple[Tensor, Tensor]]
     flash_on_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -168,6 +169,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     # --- tensors, modes of this thread ---
     # Count of in-place changes, by which caches notice a change; without it each tensor counts as changed.
     "version": ("torch:Tensor._version.__get__", new_version),
+    # The tensor that a tensor is a view of, or None; without it a view made anew counts as another tensor.
+    "base": ("torch:Tensor._base.__get__", lambda x: None),
     # The number of active dispatch modes (torch's `is_in_torch_dispatch_mode` answers for all threads at once), the
     # modes, a way to leave them, and the base of such a mode.
     "in_dispatch_mode": ("torch._C:_len_torch_dispatch_stack", lambda: len(named("dispatch_modes")())),

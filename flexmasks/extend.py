@@ -8,6 +8,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them
   (`MaskLike`, `ScoreLike`), `Alignment` is where queries start, and a `Definition` has a `Parameter` for each of the
   function's.
+- A mask that is a tensor, as torch's scaled_dot_product_attention takes it: `mask_and_score` gives what
+  `flexmasks.attention` takes in place of it.
 - What a mask or score is made of: `definition_of`, `inside`, `tensors_of`, `implied_size`, `accepts`, `says_all`.
 - A mask over lengths, outside of a call: `MaskOverLengths`, `ScoreOverLengths`, `band_of`, `over_indices`; `shown_by`
   is the mask that kernels read in a BlockMask. `flatten` takes a mask apart into a structure and the tensors and
@@ -64,6 +66,7 @@ from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
 from flexmasks.spec.expressions import Expression, are_same, expression_of, indices_in, recorded, value_of
 from flexmasks.spec.indexing import leading
+from flexmasks.spec.pairs import MaskAndScore, mask_and_score
 from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.structure import Opaque, flatten
@@ -89,6 +92,7 @@ _MODULES = {
 __all__ = [
     "says_what_to_write", "in_message", "as_number", "device_named", "progress",
     "from_arguments", "MaskLike", "ScoreLike", "Alignment", "definition", "define", "Definition", "Parameter",
+    "mask_and_score", "MaskAndScore",
     "definition_of", "inside", "tensors_of", "implied_size", "accepts", "says_all",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
     "reads_outside", "flatten",

@@ -1,0 +1,186 @@
+"""Tensors of pairs of a query and a key, as scaled_dot_product_attention takes them, as a Mask and a Score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.context import is_capturing, is_traced_or_transformed
+from flexmasks.spec.arguments import get_mask, get_score
+from flexmasks.spec.parameters import can_be_read, describe, is_dense
+from flexmasks.spec.values import Mask, Score
+
+_BLOCK = 128
+
+
+class MaskAndScore(NamedTuple):
+    """What `flexmasks.attention` takes in place of a tensor of pairs, with `q_offset=0`."""
+
+    mask: Mask | None  # None: every key is visible
+    score: Score | None  # None: nothing is added
+    # The share of blocks of 128 x 128 with a visible pair, from 0.0 to 1.0; None if values were not read.
+    visible_blocks: float | None = None
+
+
+class _Look(NamedTuple):
+    """What the values of a tensor say."""
+
+    mask: Mask | None
+    adds: bool  # to visible pairs
+    averaged: Tensor | None  # bool [B or 1, H or 1, Q or 1, 1], if there are such rows, see `_visible`
+    visible_blocks: float
+    score: Score | None  # of a tensor that does not learn
+
+
+_LOOKS: Part[_Look] = Part(PLANS, "tensors of pairs")
+
+
+def mask_and_score(
+    pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False, dtype: torch.dtype | None = None
+) -> MaskAndScore:
+    """Return what `flexmasks.attention` takes in place of a mask that is a tensor, exactly as SDPA reads it.
+
+    A key is hidden where booleans are False, or where numbers that are added to the scores are -inf or near the lowest
+    number of their dtype, at most half of it, as torch.finfo(dtype).min is. SDPA adds such a number like all others, so
+    it hides a key beside keys with usual numbers only: in a row of nothing else it is added, too, and the softmax is
+    over the keys that are not at -inf. With `finfo.min` in float32 and bfloat16 this is the average of their values,
+    because the scores are lost in rounding, and gradients of such a row are as wrong as by torch's fused kernels, which
+    compute its weights from a sum that has lost them. Rows of -inf and of False see nothing, and give 0.
+
+    The values are read once, and what they say is kept as long as the tensor, or the tensor that it is a view of, lives
+    and does not change, in place either; neither is kept alive. A tensor that shows all gives no mask, and a lower
+    triangle from the first query and key on gives `causal`. Tensors that learn and those of inference mode are read at
+    each call. Nothing is read while torch.compile, torch.func or a CUDA graph records the call; that is as exact.
+
+    Args:
+        pairs: bool (True = visible) or floating (added to the scores, with a gradient if it learns), of any shape that
+            broadcasts to [B, H, Q, KV], and of any strides.
+        sizes: B, H (of queries), Q and KV of the call.
+        of_keys: whether `pairs` is [B or 1, KV], the same for all heads and queries.
+        dtype: numbers are cast to it first, as autocast does.
+
+    Raises:
+        TypeError: `pairs` is no dense tensor of booleans or floating numbers.
+        ValueError: its shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from flexmasks.extend import mask_and_score
+        >>> pairs = torch.zeros(2, 1, 300, 300).masked_fill(torch.arange(300) > 255, -torch.inf)
+        >>> mask, score, visible_blocks = mask_and_score(pairs, (2, 8, 300, 300))
+        >>> mask.name, score, round(visible_blocks, 2)
+        ('dense', None, 0.67)
+        >>> mask_and_score(torch.ones(300, 300, dtype=torch.bool).tril(), (2, 8, 300, 300)).mask
+        causal()
+    """
+    _check(pairs, sizes, of_keys)
+    if pairs.is_floating_point():
+        dtype = pairs.dtype if dtype is None else dtype
+    if math.prod(sizes) == 0:
+        return MaskAndScore(None, None)
+    learns = pairs.requires_grad
+    if is_traced_or_transformed() or not can_be_read(pairs) or is_capturing(pairs.device):
+        table = _as_table(pairs, sizes, of_keys, dtype)
+        visible, averaged = _visible(table)
+        score = None if averaged is None else get_score("dense_bias", bias=_added(table, averaged))
+        return MaskAndScore(_mask(visible, sizes), score)
+    # Layers often make views anew of the tensor that they share.
+    owner = compat.base(pairs)
+    owner = pairs if owner is None else owner
+    layout = *pairs.shape, pairs.storage_offset(), *pairs.stride(), pairs.dtype
+    key = layout, tuple(sizes), of_keys, dtype, learns
+    look = _LOOKS.get(key, [owner])
+    if look is None:
+        with torch.no_grad(), torch.inference_mode(False):  # tensors of inference mode have no versions
+            look = _looked(_as_table(pairs.detach(), sizes, of_keys, dtype), sizes, learns)
+        made = 0 if look.averaged is None else 2 * look.averaged.nbytes
+        _LOOKS.put(key, [owner], look, ENTRY + made + (pairs.numel() if pairs.is_floating_point() else 0))
+    score = look.score
+    if look.adds and learns:
+        score = get_score("dense_bias", bias=_added(_as_table(pairs, sizes, of_keys, dtype), look.averaged))
+    return MaskAndScore(look.mask, score, look.visible_blocks)
+
+
+def _check(pairs: Any, sizes: Sequence[int], of_keys: bool) -> None:
+    is_pairs = isinstance(pairs, Tensor) and is_dense(pairs)
+    if not is_pairs or not (pairs.dtype == torch.bool or pairs.is_floating_point()):
+        raise TypeError(
+            "flexmasks: a mask that is a tensor must be bool, True for visible keys, or floating, added to the scores, "
+            f"got {describe(pairs)}; pass `mask.bool()` where 1 is a visible key."
+        )
+    batch, heads, q_len, kv_len = sizes
+    want = [batch, kv_len] if of_keys else [batch, heads, q_len, kv_len]
+    shape = list(pairs.shape)
+    fits = len(shape) == 2 if of_keys else len(shape) <= 4
+    if not fits or any(n not in (1, m) for n, m in zip(shape[::-1], want[::-1], strict=False)):
+        raise ValueError(
+            f"flexmasks: a mask that is a tensor must broadcast to {want} ({'keys' if of_keys else 'B, H, Q, KV'} of "
+            f"the call), got {shape}."
+        )
+
+
+def _as_table(pairs: Tensor, sizes: Sequence[int], of_keys: bool, dtype: torch.dtype | None) -> Tensor:
+    """The tensor as [B or 1, H or 1, Q or 1, KV], as a view if it has this dtype already."""
+    table = pairs[:, None, None] if of_keys else pairs.expand(*(1,) * (4 - pairs.ndim), *pairs.shape)
+    if table.shape[3] != sizes[3]:
+        table = table.expand(-1, -1, -1, sizes[3])
+    return table.to(dtype) if table.is_floating_point() else table
+
+
+def _visible(table: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Which pairs a table shows, and which of its rows finite numbers alone would hide, if it is of numbers."""
+    if table.dtype == torch.bool:
+        return table, None
+    lowest = torch.finfo(table.dtype).min
+    greatest = table.detach().amax(-1, keepdim=True)
+    averaged = (greatest <= lowest / 4) & (greatest > -math.inf)
+    return torch.where(averaged, table > -math.inf, ~(table <= lowest / 2)), averaged
+
+
+def _added(table: Tensor, averaged: Tensor | None) -> Tensor:
+    """What is added to scores. Kernels multiply scores by log2(e), so numbers near the lowest one, which differ by much
+    or not at all, are divided by 4, with the gradient that they have.
+    """
+    if averaged is None or table.dtype == torch.float16:  # float16 has no such numbers in float32
+        return table
+    return table - torch.where(averaged & (table > -math.inf), table.detach() * 0.75, 0)
+
+
+def _mask(visible: Tensor, sizes: Sequence[int]) -> Mask:
+    if visible.shape[1] == visible.shape[2] == 1 and visible.shape[0] == sizes[0]:
+        return get_mask("key_padding", attention_mask=visible[:, 0, 0])
+    return get_mask("dense", visible=visible)
+
+
+def _looked(table: Tensor, sizes: Sequence[int], learns: bool) -> _Look:
+    if not learns:
+        for dim in range(3):
+            table = table.narrow(dim, 0, 1) if table.stride(dim) == 0 else table
+    visible, averaged = _visible(table)
+    q_len, kv_len = sizes[2:]
+    no, is_causal = visible.new_zeros(()), visible.new_zeros(())
+    if visible.shape[2] == q_len > 1:
+        is_causal = (visible == visible.new_ones(q_len, kv_len).tril()).all()
+    adds = no if averaged is None else ((table != 0) & visible).any()
+    has_averaged = no if averaged is None else averaged.any()
+    facts = [visible.all().float(), is_causal.float(), adds.float(), has_averaged.float(), _share_of_blocks(visible)]
+    shows_all, is_causal, adds, has_averaged, share = torch.stack(facts).tolist()  # one wait for a GPU
+    averaged = averaged if has_averaged else None
+    mask = None if shows_all else get_mask("causal") if is_causal else _mask(visible, sizes)
+    score = get_score("dense_bias", bias=_added(table, averaged)) if adds and not learns else None
+    return _Look(mask, bool(adds), averaged, share, score)
+
+
+def _share_of_blocks(visible: Tensor) -> Tensor:
+    for dim in (3, 2):
+        missing = -visible.shape[dim] % _BLOCK
+        if visible.shape[dim] > 1:
+            visible = torch.nn.functional.pad(visible, (0, missing) if dim == 3 else (0, 0, 0, missing))
+            visible = visible.unflatten(dim, (-1, _BLOCK)).any(dim + 1)
+    return visible.float().mean()
