@@ -477,13 +477,29 @@ def _device_of(value: Modifier, q: Tensor) -> torch.device:
         ) from None
 
 
+def _refuse_to_transformers(*_: Any) -> NoReturn:
+    raise ValueError(
+        "flexmasks: transformers' models take a Mask or a plan as `attention_mask` after "
+        '`flexmasks.integrations.huggingface.register()`, by attn_implementation="flexmasks", "sdpa" or '
+        '"flex_attention". By any other, as "eager", they take booleans: '
+        "`attention_mask=flexmasks.dense_mask(mask, tokens, batch=batch)`."
+    )
+
+
+class _AnyLength:
+    """A length of a Mask, which has none: transformers' own functions of masks compute with it, and fail in words."""
+
+    __add__ = __radd__ = __rsub__ = __neg__ = _refuse_to_transformers
+
+
 class AsAttentionMask:
     """What transformers asks of what a model gets as `attention_mask`, for Mask and Plan."""
 
-    ndim, shape = 4, (None, None, None, None)  # of any numbers of batch elements, heads, queries and keys
+    ndim, shape = 4, (_AnyLength(),) * 4  # of any numbers of batch elements, heads, queries and keys
+    sum = __getitem__ = _refuse_to_transformers
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in ("cumsum", "ndim", "shape")]
+        return [name for name in super().__dir__() if name not in ("cumsum", "ndim", "shape", "sum")]
 
     # Chunks start behind the padding on the left, which is where the running sum of a mask is 0: here nowhere.
 

@@ -970,6 +970,93 @@ def test_documents_of_a_mask_of_users_are_not_told_of(
     assert not [r for r in caplog.records if r.name == "flexmasks"]
 
 
+DOCUMENT_IDS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
+DOCUMENT_PLACES = torch.arange(LENGTH) - torch.tensor([[20], [33]]) * DOCUMENT_IDS
+# By each implementation of transformers that takes masks: what is given, and the booleans that layers are to see.
+GIVEN: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Tensor, Tensor], Any]]] = {
+    "mask": (lambda full, _: full, lambda full, _: full),
+    "plan": (lambda full, _: flexmasks.plan(full, LENGTH, batch=BATCH), lambda full, _: full),
+    "dict": (
+        lambda full, near: {"full_attention": full, "sliding_attention": flexmasks.plan(near, LENGTH, batch=BATCH)},
+        lambda full, near: {"full_attention": full, "sliding_attention": near},
+    ),
+}
+
+
+@functools.cache
+def _by(name: str, implementation: str, **changes: Any) -> nn.Module:
+    """Return a tiny model with the weights of `models(name)`."""
+    class_name, given = ALL[name]
+    cls = getattr(transformers, class_name)
+    model = cls._from_config(cls.config_class(**copy.deepcopy(given)), attn_implementation=implementation).eval()
+    model.load_state_dict(models(name)[0].state_dict())
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "flexmasks"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("Qwen3", "mask"), ("Qwen3", "plan"), ("Gemma3", "dict"), ("ModernBert", "dict"), ("Bert", "mask")],
+)
+def test_masks_of_users_by_implementations_of_transformers(
+    name: str, way: str, implementation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outputs and gradients are those of "sdpa" with booleans, and rows that start anew are not told of."""
+    monkeypatch.setattr(hf_attention, "_LOOKS", itertools.count())
+    hf_attention._warn_of_documents.cache_clear()
+    full = flexmasks.masks.document(document_ids=DOCUMENT_IDS) & flexmasks.masks.prefix_lm(prefix_len=3)
+    near = full & flexmasks.masks.local(left=4, right=2)
+    dense = [flexmasks.dense_mask(m, LENGTH, batch=BATCH) for m in (full, near)]
+    inputs: dict[str, Any] = {"input_ids": IDS, "position_ids": DOCUMENT_PLACES}
+    given, shown = GIVEN[way]
+    results = []
+    for model, mask in ((_by(name, implementation), given(full, near)), (_by(name, "sdpa"), shown(*dense))):
+        out = model(**inputs, attention_mask=mask)[0]
+        results.append([out, *_gradients(model, [out])])
+    assert _greatest(*results) < TOLERANCE
+    assert not [r for r in caplog.records if r.name == "flexmasks"]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_trees_by_implementations_of_transformers(implementation: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers with windows see them along paths, and logits are those of the sequences one by one."""
+    model, (_, eager) = _by("Gemma3", implementation), models("Gemma3")
+    batch = trees.pack(SEQUENCES)
+    want = [eager(torch.tensor([s]), use_cache=False).logits[0] for s in SEQUENCES]
+    for mask in (batch.mask, batch.plan()):
+        got = model(batch.tokens, position_ids=batch.position_ids, attention_mask=mask).logits
+        assert _greatest(batch.gather(got), want) < TOLERANCE
+    assert not [r for r in caplog.records if r.name == "flexmasks"]
+
+
+def test_calls_without_masks_of_users_stay_those_of_transformers() -> None:
+    """To register again changes nothing."""
+    before = [dict(x._global_mapping) for x in (transformers.AttentionInterface, transformers.AttentionMaskInterface)]
+    huggingface.register()
+    after = [dict(x._global_mapping) for x in (transformers.AttentionInterface, transformers.AttentionMaskInterface)]
+    assert before == after
+    sdpa = inspect.unwrap(after[0]["sdpa"])
+    assert sdpa.__module__ == "transformers.integrations.sdpa_attention"
+    tensors, mask = _qkv(), flexmasks.dense_mask("causal", 20)
+    layer = Layer(num_key_value_groups=2)
+    assert torch.equal(after[0]["sdpa"](layer, *tensors, mask)[0], sdpa(layer, *tensors, mask)[0])
+
+
+def test_masks_of_users_that_transformers_does_not_take_say_what_to_write() -> None:
+    mask, other = flexmasks.masks.causal(), models("Llama")[1]
+    functions = transformers.AttentionMaskInterface._global_mapping
+    for function in ("eager", "sdpa", "flex_attention"):  # also as they are before `register`
+        for sizes in ((2, 50, 50), (2, 50, mask.shape[-1])):
+            with pytest.raises(ValueError, match=r"after `.*register\(\)`, by .*dense_mask\(mask, tokens"):
+                inspect.unwrap(functions[function])(*sizes, attention_mask=mask)
+    with pytest.raises(ValueError, match=r'By any other, as "eager", they take booleans'):
+        other(IDS, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"such as flexmasks.get_mask makes of a name .* got 'causal'"):
+        _by("Gemma3", "sdpa")(IDS, attention_mask=dict.fromkeys(LAYERS, "causal"))
+    with pytest.raises(ValueError, match=r"4 queries and 20 keys; pass `use_cache=False`"):
+        attend(Layer(), *_qkv(4), mask)
+
+
 def _remapped_row(function: Any) -> LateMask:
     documents = (torch.arange(20) >= 7).long()[None]
     packed = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
@@ -1322,7 +1409,7 @@ def test_attention_weights_that_the_config_asks_for_are_refused() -> None:
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 20), torch.ones(2, 1, 20, 20, dtype=torch.int64), "causal"])
 def test_other_masks_are_refused(mask: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be bool or floating, \[batch or 1, heads or 1, queries, keys\], got"):
+    with pytest.raises(ValueError, match=r"or bool or floating, \[batch or 1, heads or 1, queries, keys\], got"):
         attend(Layer(), *_qkv(), mask)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import Mask, Plan
 from flexmasks.extend import says_what_to_write
-from flexmasks.integrations.huggingface.attention import attend
+from flexmasks.integrations.huggingface.attention import attend, taking_masks
+from flexmasks.integrations.huggingface.late import GivenMask, make_mask
 from flexmasks.integrations.huggingface.late import LateMask as LateMask
-from flexmasks.integrations.huggingface.late import make_mask
 from flexmasks.integrations.huggingface.sharding import sharded
 from flexmasks.integrations.huggingface.vision import patch_vision
 
@@ -26,8 +29,13 @@ def register(name: str = "flexmasks") -> str:
     `model(batch.tokens, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False)` of a batch of
     `flexmasks.trees`. In layers with windows or chunks queries see these keys of it alone, in trees along their paths,
     also by a block mask of trees. Any other block mask, and a tensor of four dimensions, holds as it is in all layers.
+    Models with several kinds of layers also take a dict, `{"full_attention": mask, "sliding_attention": other}`, of
+    which each mask or plan holds as it is. A name is no mask for transformers: write `flexmasks.get_mask(name)`.
     Models with layers that are no attention (Lfm2, Jamba, Qwen3-Next), or that take no `position_ids` (BART), compute
     no trees and raise an error.
+
+    Models by "sdpa" and "flex_attention" take all of these from then on, too: `register` wraps the functions that
+    transformers has for them, which hand calls with such masks to flexmasks, and all other calls on as they are.
 
     transformers' mask functions become masks of this library. Another function goes as it is; inside torch.compile its
     values at all pairs of queries and keys become one tensor.
@@ -83,4 +91,8 @@ def register(name: str = "flexmasks") -> str:
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
+    kinds = (str, Mask, Plan)  # names are refused in words
+    for own, others in {"sdpa": BlockMask, "flex_attention": GivenMask}.items():
+        AttentionInterface.register(own, taking_masks(AttentionInterface()[own], attend, (*kinds, others)))
+        AttentionMaskInterface.register(own, taking_masks(AttentionMaskInterface()[own], make_mask, kinds))
     return name

@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import Mask, attention, dense_mask, get_mask, get_score, packed, trees
-from flexmasks.extend import Kept, definition_of, source_of, tensors_of
-from flexmasks.integrations.huggingface.late import DecodingMask, GivenMask, LateMask, ShardedMask, check_type, may_keep
+from flexmasks import Mask, Plan, attention, dense_mask, get_mask, get_score, packed, trees
+from flexmasks.extend import Kept, definition_of, in_message, source_of, tensors_of
+from flexmasks.integrations.huggingface.late import (
+    DecodingMask,
+    GivenMask,
+    LateMask,
+    ShardedMask,
+    check_type,
+    may_keep,
+    of_kind,
+)
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
 
@@ -111,6 +119,8 @@ def attend(
     _check(module, dropout, others)
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all batch elements
         query = query.expand(key.shape[0], -1, -1, -1)
+    if isinstance(attention_mask, Mask | Plan):  # of a dict by kind of layer
+        attention_mask = of_kind(attention_mask, query, key)
     scores = [get_score("softcap", cap=float(softcap))] if softcap else []
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
@@ -153,6 +163,23 @@ def attend(
     out = attention(query, key, value, **arguments, score=scores or None, **options)
     out = out if rows is None else rows.output(out)
     return out.transpose(1, 2).contiguous(), None
+
+
+TAKING: dict[Callable[..., Any], tuple[type, ...]] = {}  # functions that `taking_masks` made, and their kinds
+
+
+def taking_masks(function: Callable[..., Any], own: Callable[..., Any], kinds: tuple[type, ...]) -> Callable[..., Any]:
+    """transformers' function, with our own in its place where `attention_mask` is of one of these kinds."""
+    if function in TAKING:
+        return function
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        mask = named["attention_mask"] if "attention_mask" in named else given[4] if len(given) > 4 else None
+        return (own if isinstance(mask, kinds) else function)(*given, **named)
+
+    TAKING[call] = kinds
+    return call
 
 
 def is_own(function: Callable[..., Any]) -> bool:
@@ -263,8 +290,10 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
             )
         own = mask.mask
         if isinstance(mask, GivenMask):
-            _check_replaced(layer, mask)
-            own = _of_layer(layer, own)
+            _check_trees(layer, own)
+            if mask.replaced is not None:
+                _check_replaced(layer, mask.replaced)
+                own = _of_layer(layer, own)
         elif layer.cu_seq_lens is not None:
             own = Parts(mask.parts.others, []).mask()
         elif _leaves_documents_together(layer, mask):
@@ -277,11 +306,15 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         given, q_offset = source_of(mask) or (None, 0)
         if given is None or not trees.parents_in(given) or mask.seq_lengths[1] != key.shape[2]:
             return mask, 0, None
+        _check_trees(layer, given)
         own = _of_layer(layer, given)
         return (mask if own is given else own), q_offset, None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
-        what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
+        what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else in_message(mask)
+        fail(
+            "a mask must be a Mask, such as flexmasks.get_mask makes of a name or function, a plan, or bool or "
+            f"floating, [batch or 1, heads or 1, queries, keys], got {what}."
+        )
     if mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]
     if mask.shape[-1] == 1:  # the same for all keys
@@ -294,14 +327,17 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
     return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
 
 
-def _of_layer(layer: _Layer, mask: Mask) -> Mask:
-    """A user's mask with the window or the chunks of a layer, in trees along their paths."""
-    parents = [torch.as_tensor(p, device=layer.query.device) for p in trees.parents_in(mask)]
-    if parents:
+def _check_trees(layer: _Layer, mask: Mask) -> None:
+    if trees.parents_in(mask):
         kinds = tuple(getattr(layer.config, "layer_types", None) or ())
         obstacle = _obstacle_to_trees(type(layer.module).__module__, kinds)
         if obstacle:
             fail(f"models of {layer.name} cannot compute trees of sequences: {obstacle}. Call it with whole sequences.")
+
+
+def _of_layer(layer: _Layer, mask: Mask) -> Mask:
+    """A user's mask with the window or the chunks of a layer, in trees along their paths."""
+    parents = [torch.as_tensor(p, device=layer.query.device) for p in trees.parents_in(mask)]
     depths = [_derived(trees.depths, p) for p in parents]
     window, chunk = layer.window, layer.chunk
     if window is not None:
@@ -337,10 +373,10 @@ def _obstacle_to_trees(file: str, kinds: tuple[str, ...]) -> str:
     return ""
 
 
-def _check_replaced(layer: _Layer, mask: GivenMask) -> None:
+def _check_replaced(layer: _Layer, replaced: list[Mask]) -> None:
     """Check that a user's mask replaces nothing of the model's own mask that it does not say."""
     window, chunk = None, None
-    for own in mask.replaced:
+    for own in replaced:
         if own.name not in ("causal", "full", "sliding_window", "chunked"):
             fail(f"a layer of the model has the mask {own!r} of its own, which a mask as `attention_mask` replaces.")
         window = own.params["window"] + 1 if own.name == "sliding_window" else window
@@ -348,7 +384,7 @@ def _check_replaced(layer: _Layer, mask: GivenMask) -> None:
     if (window, chunk) != (layer.window, layer.chunk):
         fail(
             f"{layer.name} has a window of {layer.window} and chunks of {layer.chunk} tokens, but the model makes the "
-            f"mask {Parts(mask.replaced, []).mask()!r} for it, so it is unknown which of both a mask as "
+            f"mask {Parts(replaced, []).mask()!r} for it, so it is unknown which of both a mask as "
             "`attention_mask` is to keep; pass booleans [batch, 1, queries, keys]."
         )
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Plan, dense_mask, get_mask
 from flexmasks.extend import shown_by
-from flexmasks.integrations.huggingface.attention import documents_of, is_own, watched
+from flexmasks.integrations.huggingface.attention import TAKING, documents_of, is_own, watched
 from flexmasks.integrations.layers import LayerMask, layer_of_pairs
 
 _LOOKUPS = ("get_interface", "__getitem__")
@@ -51,8 +51,8 @@ def calls_heard(model: nn.Module, hear: Callable[[nn.Module, LayerMask], None]) 
 
         @functools.wraps(function)
         def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Any:
-            if call in heard and module in layers:
-                mask = options.pop("attention_mask", mask)
+            mask = options.pop("attention_mask", mask)
+            if call in heard and module in layers and not isinstance(mask, TAKING.get(function, ())):
                 hear(module, layer_of_pairs(_shown(function, module, q, k, v, mask, options)))
             return function(module, q, k, v, mask, **options)
 

@@ -207,11 +207,11 @@ class ShardedMask(LateMask):
 class GivenMask(LateMask):
     """A user's mask or plan, which stands for the model's own mask in all layers, but for their windows and chunks.
 
-    replaced: what the model's own mask is made of.
+    replaced: what the model's own mask is made of; None for a mask of a dict by kind of layer, which stands as it is.
     """
 
     def __init__(
-        self, given: Mask | Plan, replaced: list[Mask], shape: tuple[int, int, int, int], device: torch.device
+        self, given: Mask | Plan, replaced: list[Mask] | None, shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         super().__init__(Parts([given if isinstance(given, Mask) else given.mask], []), 0, shape, device)
         self.given = given
@@ -221,7 +221,8 @@ class GivenMask(LateMask):
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> GivenMask:
         moved, mask = super().to(device, *given, **options), self.given.to(device)
-        return GivenMask(mask, [m.to(device) for m in self.replaced], self.shape, moved.device)
+        replaced = None if self.replaced is None else [m.to(device) for m in self.replaced]
+        return GivenMask(mask, replaced, self.shape, moved.device)
 
     def to_dense(self) -> NoReturn:
         _fail_for("its values")
@@ -372,16 +373,26 @@ def _fail_invariant(problem: str, remedy: str) -> NoReturn:
 def _given(given: Mask | Plan, step: _Step) -> GivenMask:
     """A user's mask or plan as the mask of a step."""
     batch, heads, length, kv_length = step.shape
-    kv_length = length if kv_length is None else kv_length  # a mask has no shape to tell transformers of keys
-    if isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset or kv_length != length:
-        fail(
-            "a mask or plan as `attention_mask` is for whole texts without a key-value cache, and the step has "
-            f"{length} queries and {kv_length} keys; pass `use_cache=False`."
-        )
+    kv_length = kv_length if isinstance(kv_length, int) else length  # a mask has no shape to tell transformers of keys
+    _check_whole(length, kv_length, isinstance(step.q_offset, Tensor) or step.q_offset or step.kv_offset)
     step = step._replace(shape=(batch, heads, length, length))
     parts = step.parts(length)
     replaced = [get_mask(step.function)] if parts is None else [*parts.others, *parts.packing]
     return GivenMask(given, replaced, step.shape, step.device)
+
+
+def of_kind(given: Mask | Plan, query: Tensor, key: Tensor) -> GivenMask:
+    """A user's mask or plan for the layers of one kind."""
+    _check_whole(query.shape[2], key.shape[2], False)
+    return GivenMask(given, None, (query.shape[0], 1, query.shape[2], key.shape[2]), query.device)
+
+
+def _check_whole(q_length: int, kv_length: int, starts_later: Any) -> None:
+    if starts_later or q_length != kv_length:
+        fail(
+            "a mask or plan as `attention_mask` is for whole texts without a key-value cache, and the step has "
+            f"{q_length} queries and {kv_length} keys; pass `use_cache=False`."
+        )
 
 
 class _Step(NamedTuple):
