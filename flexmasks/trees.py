@@ -43,6 +43,7 @@ class TreeBatch:
     lengths: the number of tokens of each row.
     places: for each sequence its row, and the places of its tokens there, int64[length].
     repeated: how many prefixes stand in more than one row, because their tree is larger than a row.
+    kept: bool[S, T], where the tokens of the sequences stand in the padded rows that were packed, if these had a mask.
     """
 
     hint: ClassVar[str] = ", a batch of trees; write batch.mask"
@@ -53,6 +54,7 @@ class TreeBatch:
     lengths: list[int]
     places: list[tuple[int, Tensor]]
     repeated: int = 0
+    kept: Tensor | None = None
     _flat: Tensor = field(init=False)  # the places of all sequences in the flattened rows
     _plans: dict[int | None, Plan] = field(init=False, default_factory=dict)  # by their windows
 
@@ -106,7 +108,7 @@ class TreeBatch:
         device = device_named("flexmasks.trees.TreeBatch.to", device)
         places = [(row, p.to(device)) for row, p in self.places]
         tensors = {n: getattr(self, n).to(device) for n in ("tokens", "parents", "position_ids", "weights")}
-        return replace(self, **tensors, places=places)
+        return replace(self, **tensors, places=places, kept=None if self.kept is None else self.kept.to(device))
 
     @says_what_to_write()
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -118,7 +120,33 @@ class TreeBatch:
         return list(x.flatten(0, 1).index_select(0, self._flat).split([len(p) for _, p in self.places]))
 
     @says_what_to_write()
-    def logprobs(self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    def padded(self, values: Sequence[Tensor], *, fill: float = 0.0) -> Tensor:
+        """Return values of the sequences where their tokens stood in the padded rows, [S, T], with gradients.
+
+        values: for each sequence [length], as of `gather`, or [length - 1], all but the first, as of `logprobs`.
+        fill: what stands elsewhere.
+
+        Example:
+            >>> import torch
+            >>> from flexmasks import trees
+            >>> rows = torch.tensor([[0, 5, 6, 7], [5, 6, 8, 0]])
+            >>> batch = trees.pack(rows, mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]))
+            >>> batch.padded(batch.gather(batch.tokens)).tolist()
+            [[0, 5, 6, 7], [5, 6, 8, 0]]
+        """
+        at = self._padded_rows("padded")
+        lengths, got = [len(p) for _, p in self.places], [len(x) for x in values]
+        if got == [n - 1 for n in lengths]:
+            at = at & (at.cumsum(1) > 1)
+        elif got != lengths:
+            wanted = f"`values` must have one tensor [length] or [length - 1] for each of {len(lengths)} sequences"
+            raise ValueError(f"flexmasks.trees.TreeBatch.padded: {wanted}, got {in_message(values)}.")
+        return values[0].new_full(at.shape, fill).masked_scatter(at, torch.cat(list(values)))
+
+    @says_what_to_write()
+    def logprobs(
+        self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None, *, wanted: Tensor | None = None
+    ) -> list[Tensor]:
         """Return the log-probability of each token of each sequence but the first, given those before it.
 
         The logits of a shared token are used once for each token that follows it in some sequence, and the result of a
@@ -128,6 +156,8 @@ class TreeBatch:
         logits: [R, N, V], or hidden states [R, N, D] with `head`.
         head: makes logits [n, V] of hidden states [n, D]. It is called on parts of the tokens, and again in the
             backward pass, so that the logits of all tokens are never held.
+        wanted: bool or 0 and 1 [S, T] over the padded rows that were packed, such as the mask of a loss. A token that
+            it leaves out in all sequences costs no logits, and its log-probability is 0.
 
         Returns a list of float32 (float64 for float64) tensors [length - 1].
 
@@ -138,24 +168,59 @@ class TreeBatch:
             >>> [x.shape[0] for x in batch.logprobs(torch.randn(1, 5, 10))]
             [2, 3]
         """
-        _check("TreeBatch.logprobs", logits, self.tokens.shape, dims=3)
+        return self._of_pairs("logprobs", logits, head, wanted, _of_targets)[0]
+
+    @says_what_to_write()
+    def logprobs_and_entropies(
+        self, logits: Tensor, head: Callable[[Tensor], Tensor] | None = None, *, wanted: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what `logprobs` does, and the entropies of the distributions that these tokens were drawn from.
+
+        Both are lists of tensors [length - 1] with gradients, from the same logits.
+        """
+        found, entropies = self._of_pairs("logprobs_and_entropies", logits, head, wanted, _with_entropy)
+        return found, entropies
+
+    def _of_pairs(
+        self, call: str, logits: Tensor, head: Callable[[Tensor], Tensor] | None, wanted: Tensor | None, of: _OfTargets
+    ) -> list[list[Tensor]]:
+        """Return what `of` finds for each token that follows another one, [n] or [n, values], for each sequence."""
+        _check(f"TreeBatch.{call}", logits, self.tokens.shape, dims=3)
         if head is not None and not callable(head):
-            wanted = "`head` must be a function that makes logits [n, V] of hidden states [n, D]"
-            raise TypeError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, got {in_message(head)}.")
-        children = (self.parents >= 0).flatten().nonzero()[:, 0]
+            words = "`head` must be a function that makes logits [n, V] of hidden states [n, D]"
+            raise TypeError(f"flexmasks.trees.TreeBatch.{call}: {words}, got {in_message(head)}.")
+        follows = (self.parents >= 0).flatten()
+        if wanted is not None:
+            kept = self._padded_rows(call)
+            if not isinstance(wanted, Tensor) or wanted.shape != kept.shape:
+                words = f"`wanted` must be bool or 0 and 1 {list(kept.shape)}, as the rows that were packed"
+                raise ValueError(f"flexmasks.trees.TreeBatch.{call}: {words}, got {in_message(wanted)}.")
+            needed = torch.zeros_like(follows)
+            needed[self._flat[wanted.to(kept.device).bool()[kept]]] = True
+            follows = follows & needed
+        children = follows.nonzero()[:, 0]
         starts = torch.arange(len(self.lengths), device=self.tokens.device)[:, None] * self.tokens.shape[1]
         parents = (self.parents + starts).flatten()[children]
         targets, states = self.tokens.flatten()[children], logits.flatten(0, 1)
-        vocabulary = _vocabulary(states, head)
+        vocabulary = _vocabulary(call, states, head)
         if vocabulary <= self._largest:
-            wanted = f"there are logits of {vocabulary} tokens, and every token after the first must be one of them"
-            raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, got {self._largest}.")
+            words = f"there are logits of {vocabulary} tokens, and every token after the first must be one of them"
+            raise ValueError(f"flexmasks.trees.TreeBatch.{call}: {words}, got {self._largest}.")
         if head is None:
-            found = _of_targets(states.index_select(0, parents), targets)
+            found = of(states.index_select(0, parents), targets)
         else:
-            found = torch.cat(list(_in_parts(states, parents, targets, head, max(1, _AT_ONCE // max(1, vocabulary)))))
-        pairs = found.new_zeros(self.tokens.numel()).index_put((children,), found)
-        return [x[1:] for x in self.gather(pairs.view_as(self.tokens))]
+            step = max(1, _AT_ONCE // max(1, vocabulary))
+            found = torch.cat(list(_in_parts(states, parents, targets, head, of, step)))
+        pairs = found.new_zeros(self.tokens.numel(), found.shape[1]).index_put((children,), found)
+        each = [x[1:].unbind(1) for x in self.gather(pairs.view(*self.tokens.shape, -1))]
+        return [list(x) for x in zip(*each, strict=True)]
+
+    def _padded_rows(self, call: str) -> Tensor:
+        """Return `kept`, which only batches of padded rows have."""
+        if self.kept is None:
+            words = "it needs a batch of padded rows; write trees.pack(rows, mask=attention_mask)"
+            raise ValueError(f"flexmasks.trees.TreeBatch.{call}: {words}.")
+        return self.kept
 
     @says_what_to_write()
     def pages(self, page_size: int, *, room: int = 0) -> TreePages:
@@ -273,12 +338,22 @@ def depths(parents: Tensor) -> Tensor:
     return depth[..., :-1]
 
 
+_OfTargets = Callable[[Tensor, Tensor], Tensor]  # logits [n, V] and tokens [n] come in, values [n, count] go out
+
+
 def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
+    return logits.gather(1, targets[:, None]) - logits.logsumexp(1, keepdim=True)
 
 
-def _vocabulary(states: Tensor, head: Callable[[Tensor], Tensor] | None) -> int:
+def _with_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logs = logits - logits.logsumexp(1, keepdim=True)
+    terms = logs.exp() * logs.masked_fill(logs == -math.inf, 0)  # 0 * -inf would be NaN
+    return torch.cat([logs.gather(1, targets[:, None]), -terms.sum(1, keepdim=True)], 1)
+
+
+def _vocabulary(call: str, states: Tensor, head: Callable[[Tensor], Tensor] | None) -> int:
     """Return the number of logits of a token."""
     if head is None:
         return states.shape[1]
@@ -286,15 +361,15 @@ def _vocabulary(states: Tensor, head: Callable[[Tensor], Tensor] | None) -> int:
         logits = head(states[:1])
     if not isinstance(logits, Tensor) or logits.shape[:-1] != (1,):
         wanted = f"`head` must make logits [n, V] of hidden states [n, D] = {list(states[:1].shape)}"
-        raise ValueError(f"flexmasks.trees.TreeBatch.logprobs: {wanted}, it made {in_message(logits)}.")
+        raise ValueError(f"flexmasks.trees.TreeBatch.{call}: {wanted}, it made {in_message(logits)}.")
     return logits.shape[1]
 
 
 def _in_parts(
-    states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], step: int
+    states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], of: _OfTargets, step: int
 ) -> Iterator[Tensor]:
     def part_of(states: Tensor, parents: Tensor, targets: Tensor) -> Tensor:
-        return _of_targets(head(states.index_select(0, parents)), targets)
+        return of(head(states.index_select(0, parents)), targets)
 
     for start in range(0, max(1, len(parents)), step):
         part = slice(start, start + step)
@@ -305,6 +380,7 @@ def _in_parts(
 def pack(
     sequences: Iterable[Tokens],
     *,
+    mask: Tensor | None = None,
     prompts: Iterable[Tokens] | None = None,
     max_tokens: int | None = None,
     min_shared: int = 1,
@@ -318,6 +394,8 @@ def pack(
     Args:
         sequences: lists or int tensors [length] of tokens that are at least 0, of any lengths but 0; in a list, or
             whatever gives them one after the other, as the rows of a tensor [count, length].
+        mask: for padded rows, a tensor [count, length]: bool or 0 and 1 of the same shape, which tokens of each row its
+            sequence consists of, as the `attention_mask` of a batch that is padded on any side.
         prompts: for each sequence one that stands before it; sequences of a group have equal ones.
         max_tokens: the most tokens of a row; by default all trees stand in one row.
         min_shared: the fewest tokens that sequences must share to share them.
@@ -338,9 +416,9 @@ def pack(
         >>> batch.position_ids.tolist(), batch.weights.tolist()
         ([[0, 0, 1, 2, 2, 3]], [[1, 2, 2, 1, 1, 1]])
     """
-    given = _each("sequences", sequences)
+    given = _each("sequences", sequences) if mask is None else _without_padding(sequences, mask, prompts)
     if device is None:
-        device = next((s.device for s in given if isinstance(s, Tensor)), "cpu")
+        device = next((s.device for s in (sequences, *given) if isinstance(s, Tensor)), "cpu")
     device = device_named("flexmasks.trees.pack", device)
     arrays = _arrays(given, None if prompts is None else _each("prompts", prompts))
     longest = max(map(len, arrays))
@@ -359,7 +437,18 @@ def pack(
             trees.append([])
         trees[-1].append((number, count))
     rows, repeated = _rows([len(a) for a in arrays], trees, max_tokens)
-    return _laid_out(arrays, rows, repeated, device)
+    batch = _laid_out(arrays, rows, repeated, device)
+    return batch if mask is None else replace(batch, kept=mask.to(device).bool())
+
+
+def _without_padding(rows: Any, mask: Any, prompts: Any) -> list[Tokens]:
+    """Return the sequences of padded rows. They are read from a GPU at once."""
+    are_tensors = isinstance(rows, Tensor) and isinstance(mask, Tensor)
+    if prompts is not None or not are_tensors or rows.ndim != 2 or rows.shape != mask.shape:
+        wanted = "with `mask`, `sequences` and `mask` must be tensors [count, length] of one shape, without `prompts`"
+        raise ValueError(f"flexmasks.trees.pack: {wanted}, got {in_message(rows)} and {in_message(mask)}.")
+    rows, kept = rows.detach().cpu(), mask.detach().cpu().bool()
+    return list(rows[kept].split(kept.sum(1).tolist()))
 
 
 def _each(name: str, given: Iterable[Tokens]) -> list[Tokens]:

@@ -326,6 +326,104 @@ def test_tokens_behind_the_last_reach_nothing() -> None:
         assert not bool(seen[row, 0, :count, count:].any())
 
 
+# --- padded rows ---
+
+
+def _padded(sequences: list[list[int]], sides: list[int]) -> tuple[Tensor, Tensor]:
+    """Return rows and their mask, each with so many tokens of padding before its sequence; a number stands there."""
+    length = max(side + len(s) for s, side in zip(sequences, sides, strict=True))
+    rows, mask = torch.full((len(sequences), length), 3), torch.zeros(len(sequences), length, dtype=torch.int64)
+    for n, (sequence, side) in enumerate(zip(sequences, sides, strict=True)):
+        rows[n, side : side + len(sequence)], mask[n, side : side + len(sequence)] = torch.tensor(sequence), 1
+    return rows, mask
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sequences=_sequences(6), most=st.none() | st.integers(12, 30), seed=st.integers(0, 2**31), by_parts=st.booleans()
+)  # fmt: skip
+def test_padded_rows(sequences: list[list[int]], most: int | None, seed: int, by_parts: bool) -> None:
+    """Log-probabilities and entropies of wanted tokens, and their gradients, against one sequence after the other."""
+    torch.manual_seed(seed)
+    rows, mask = _padded(sequences, torch.randint(4, (len(sequences),)).tolist())
+    wanted = mask * torch.randint(2, mask.shape)
+    model = _Model()
+    batch = trees.pack(rows, mask=mask, max_tokens=most)
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.plan())
+    given: Any = (hidden, model.head) if by_parts else (model.head(hidden),)
+    got = [batch.padded(x) for x in batch.logprobs_and_entropies(*given, wanted=wanted)]
+    assert torch.equal(got[0], batch.padded(batch.logprobs(*given, wanted=wanted)))
+    assert torch.equal(batch.padded(batch.gather(batch.tokens), fill=3), rows)
+
+    want = torch.zeros(2, *rows.shape, dtype=torch.float64)
+    for n, sequence in enumerate(sequences):
+        (places,) = mask[n].nonzero(as_tuple=True)
+        seen = torch.ones(len(sequence), len(sequence), dtype=torch.bool).tril()
+        hidden = model.hidden(torch.tensor([sequence]), torch.arange(len(sequence))[None], seen)
+        probabilities = model.head(hidden)[0, :-1].softmax(-1)
+        of_tokens = probabilities.gather(1, torch.tensor(sequence)[1:, None])[:, 0].log()
+        want[0, n, places[1:]], want[1, n, places[1:]] = of_tokens, torch.special.entr(probabilities).sum(1)
+    weights = torch.randn(2, *rows.shape, dtype=torch.float64) * wanted
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x * wanted, y * wanted, rtol=0, atol=1e-10)
+    if not bool((wanted * (mask.cumsum(1) > 1)).any()):
+        assert not bool(got[0].any())
+        return
+    grads = [
+        torch.autograd.grad((x * weights).sum(), list(model.parameters()), allow_unused=True, materialize_grads=True)
+        for x in (torch.stack(got), want)
+    ]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_tokens_that_nobody_wants_cost_no_logits() -> None:
+    rows = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    batch = trees.pack(rows, mask=torch.ones_like(rows))
+    seen: list[int] = []
+
+    def head(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x
+
+    wanted = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]])
+    found = batch.logprobs(torch.randn(1, 5, 10), head, wanted=wanted)
+    assert seen == [1, 3]  # the first call asks for the vocabulary
+    assert found[0][0] == found[1][0] == 0
+
+
+def test_entropies_of_words_that_are_ruled_out() -> None:
+    batch = trees.pack([[1, 2], [1, 3]])
+    logits = torch.tensor([-torch.inf, 0, 0, 0, -torch.inf]).repeat(1, 3, 1).requires_grad_()
+    _, entropies = batch.logprobs_and_entropies(logits)
+    torch.testing.assert_close(torch.cat(entropies), torch.full((2,), 3.0).log())
+    (grad,) = torch.autograd.grad(torch.cat(entropies).sum(), logits)
+    assert bool(grad.isfinite().all())
+
+
+def test_wrong_padded_rows() -> None:
+    rows = torch.tensor([[1, 2, 3], [1, 2, 4]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    shapes = r"tensors \[count, length\] of one shape, without `prompts`, got "
+    wrong: tuple[Any, ...] = ((rows.tolist(), mask), (rows, mask[:, :2]), (rows[0], mask[0]), (rows, [1]))
+    for sequences, kept in wrong:
+        with pytest.raises(ValueError, match=shapes):
+            trees.pack(sequences, mask=kept)
+    with pytest.raises(ValueError, match=shapes):
+        trees.pack(rows, mask=mask, prompts=[[5], [6]])
+    with pytest.raises(ValueError, match="no empty sequence; number 1 is"):
+        trees.pack(rows, mask=mask * torch.tensor([[1], [0]]))
+    batch, plain = trees.pack(rows, mask=mask), trees.pack([[1, 2, 3], [1, 2]])
+    logits = torch.randn(1, 3, 9)
+    for call in (lambda: plain.padded(plain.gather(plain.tokens)), lambda: plain.logprobs(logits, wanted=mask)):
+        with pytest.raises(ValueError, match=r"padded rows; write trees.pack\(rows, mask=attention_mask\)"):
+            call()
+    with pytest.raises(ValueError, match=r"`wanted` must be bool or 0 and 1 \[2, 3\], .* got int64\[2, 2\]"):
+        batch.logprobs_and_entropies(logits, wanted=mask[:, :2])
+    with pytest.raises(ValueError, match=r"one tensor \[length\] or \[length - 1\] for each of 2 sequences"):
+        batch.padded([torch.ones(3), torch.ones(1)])
+
+
 # --- models of transformers ---
 
 _SMALL: dict[str, Any] = {
