@@ -105,6 +105,7 @@ def check_metadata(text: str) -> None:
         "flash",
         "huggingface",
         "triton",
+        "doors",
     }
     # Each torch brings its own Triton: no limit may stand here, but in extras.
     needed = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
