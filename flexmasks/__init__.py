@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from flexmasks.asking.compare import Comparison as Comparison
     from flexmasks.asking.compare import compare as compare
     from flexmasks.asking.proofs import Proof as Proof
+    from flexmasks.dot_product import sdpa as sdpa
+    from flexmasks.dot_product import sdpa_replaced as sdpa_replaced
     from flexmasks.integrations.watching import watch as watch
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
+    "sdpa", "sdpa_replaced",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
     "compare", "Comparison", "check", "Finding", "Findings", "Proof", "watch",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
@@ -80,6 +83,8 @@ _MODULES = {
     "plan": "flexmasks.planning",
     "safe_globals": "flexmasks.plans.portable",
     "scaled_masked_softmax": "flexmasks.softmax",
+    "sdpa": "flexmasks.dot_product",
+    "sdpa_replaced": "flexmasks.dot_product",
     "watch": "flexmasks.integrations.watching",
 }
 

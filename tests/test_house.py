@@ -45,7 +45,7 @@ ORDER = {
             ["pages", "sharded"],
             ["later"],
             ["attention", "softmax"],
-            ["flex"],
+            ["dot_product", "flex"],
             ["planning"],
             ["extend"],
             ["trees"],

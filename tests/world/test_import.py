@@ -127,7 +127,7 @@ PUBLIC = [
     "cache_info", "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask",
     "get_score", "integrations", "invariant", "list_masks", "list_scores", "masked_softmax", "masks", "orders",
     "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
-    "scaled_masked_softmax", "scores", "show", "trees", "varlen_attention", "watch",
+    "scaled_masked_softmax", "scores", "sdpa", "sdpa_replaced", "show", "trees", "varlen_attention", "watch",
 ]  # fmt: skip
 
 
