@@ -23,6 +23,7 @@ WHAT = {
     "models": "Hugging Face models of real shapes in training and generation",
     "ranks": "a sequence over several GPUs, against one and against torch",
     "trees": "training on answers to shared prompts, as trees and without sharing",
+    "rollouts": "a policy step on 4, 8 and 16 answers to each prompt, as trees and padded",
     "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }

@@ -37,6 +37,7 @@ from benchmarks import intervals as bench_intervals
 from benchmarks import invariant as bench_invariant
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
+from benchmarks import rollouts as bench_rollouts
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import trees as bench_trees
@@ -196,6 +197,11 @@ def trees(name: str) -> str:
     return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def rollouts(name: str) -> str:
+    """Return the table of policy steps on answers to prompts from a results file."""
+    return bench_rollouts.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 def limits(name: str) -> str:
     """Return the tables of sinks, head sizes, small and first calls, soft-caps and neighborhoods, from a file."""
     return limits_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -239,6 +245,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         name: functools.partial(ranks, name) for name in ("ranks_gpu_four", "ranks_gpu", "ranks_triton")
     },
     "recipes/results/trees.md": {"trees_gpu": functools.partial(trees, "trees_gpu")},
+    "recipes/results/rollouts.md": {"rollouts_gpu": functools.partial(rollouts, "rollouts_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},

@@ -22,10 +22,10 @@ from flexmasks.bench.clock import device_milliseconds, interleaved, wall_millise
 from flexmasks.planning import plan
 from flexmasks.spec.arguments import get_mask
 
-_PACE = Pace(3, 2, 1, 10.0)
+PACE = Pace(3, 2, 1, 10.0)
 _DRAWS = 8  # different steps, which are taken by turns
 _RUNS = 7  # of what is timed by itself
-_TREES, _PACKED, _NONE = "trees", "packed", "trees, no attention"
+TREES, PACKED, _NONE = "trees", "packed", "trees, no attention"
 
 
 class Sizes(NamedTuple):
@@ -54,14 +54,14 @@ class Sizes(NamedTuple):
 _SMALL = Sizes(vocabulary=64, width=64, heads=2, layers=2, answers=4, prompt=96, answer=32)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """The sequences of a step, prompt and answer each, and for each token how the loss weighs its log-probability."""
 
     sequences: list[Tensor]
     weights: list[Tensor]
 
 
-def _draw(sizes: Sizes, generator: torch.Generator, device: torch.device) -> _Step:
+def draw(sizes: Sizes, generator: torch.Generator, device: torch.device) -> Step:
     """Draw groups whose answers have new lengths and, in sum, always as many tokens."""
     sequences, weights = [], []
     for _ in range(sizes.prompts):
@@ -74,13 +74,13 @@ def _draw(sizes: Sizes, generator: torch.Generator, device: torch.device) -> _St
             of_answer = (-advantage / length / sizes.prompts / sizes.answers).expand(length)
             sequences.append(torch.cat([prompt, answer]))
             weights.append(F.pad(of_answer, (sizes.prompt - 1, 0)).to(device))
-    return _Step(sequences, weights)
+    return Step(sequences, weights)
 
 
 # --- the ways ---
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """A way to compute the sequences of a step."""
 
     at_once: int  # sequences that go through the model together
@@ -109,14 +109,15 @@ def _by_sums(_: trees.TreeBatch) -> Attend:
     return lambda q, k, v: q + k + v
 
 
-def _ways(sizes: Sizes) -> dict[str, _Way]:
+def ways_of(sizes: Sizes) -> dict[str, Way]:
+    """Return all ways, by their names."""
     tree, packed = (sizes.prompt * n + sizes.answers * sizes.answer for n in (1, sizes.answers))
     return {
-        _TREES: _Way(sizes.prompts * sizes.answers, tree, True, _by_trees),
-        _NONE: _Way(sizes.prompts * sizes.answers, tree, True, _by_sums),
-        _PACKED: _Way(sizes.answers, packed, False, _by_documents),
-        "padded": _Way(sizes.answers, sizes.longest, False, _by_sdpa),
-        "one by one": _Way(1, sizes.longest, False, _by_sdpa),
+        TREES: Way(sizes.prompts * sizes.answers, tree, True, _by_trees),
+        _NONE: Way(sizes.prompts * sizes.answers, tree, True, _by_sums),
+        PACKED: Way(sizes.answers, packed, False, _by_documents),
+        "padded": Way(sizes.answers, sizes.longest, False, _by_sdpa),
+        "one by one": Way(1, sizes.longest, False, _by_sdpa),
     }
 
 
@@ -136,11 +137,12 @@ class _Model(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-class _Training:
+class Training:
     """A model with its optimizer. A call is one step on new sequences: the policy gradient of GRPO."""
 
     def __init__(
-        self, way: _Way, sizes: Sizes, steps: list[_Step], device: torch.device, dtype: torch.dtype
+        self, way: Way, sizes: Sizes, steps: list[Step], device: torch.device, dtype: torch.dtype,
+        answers_only: bool = False,
     ) -> None:  # fmt: skip
         with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
@@ -148,12 +150,16 @@ class _Training:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._way, self._steps, self._device = way, itertools.cycle(steps), device
         self._is_shared = 1 if way.shares else sizes.longest + 1
+        self._prompt = sizes.prompt if answers_only else None
         self.computed = 0  # tokens in the last step
 
     def pack(self, sequences: list[Tensor]) -> trees.TreeBatch:
         """Lay sequences out in rows on the device; sequences that share nothing are trees, too."""
-        batch = trees.pack(sequences, max_tokens=self._way.row, min_shared=self._is_shared)
-        return batch.to(self._device)
+        given: dict[str, Any] = {"max_tokens": self._way.row, "min_shared": self._is_shared}
+        if self._prompt is None:
+            return trees.pack(sequences, **given).to(self._device)
+        rows = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
+        return trees.pack(rows, mask=rows >= 0, **given).to(self._device)
 
     def __call__(self) -> Tensor:
         step, losses, self.computed = next(self._steps), [], 0
@@ -161,7 +167,12 @@ class _Training:
         for start in range(0, len(step.sequences), self._way.at_once):
             part = slice(start, start + self._way.at_once)
             batch = self.pack(step.sequences[part])
-            logprobs = batch.logprobs(self._model(batch, self._way.attend_of(batch)), self._model.head)
+            wanted = None
+            if self._prompt is not None and batch.kept is not None:
+                wanted = batch.kept.clone()
+                wanted[:, : self._prompt] = False
+            hidden = self._model(batch, self._way.attend_of(batch))
+            logprobs = batch.logprobs(hidden, self._model.head, wanted=wanted)
             loss = (torch.cat(logprobs) * torch.cat(step.weights[part])).sum()
             loss.backward()
             losses.append(loss.detach())
@@ -176,9 +187,9 @@ class _Training:
 def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
     """Return the figures of steps, and of what trees add to them and allow."""
     generator = torch.Generator().manual_seed(0)
-    steps = [_draw(sizes, generator, device) for _ in range(_DRAWS)]
-    ways = {who: _Training(way, sizes, steps, device, dtype) for who, way in _ways(sizes).items()}
-    measured = measure(ways, device, pace, cold=False, required=(_TREES, _NONE, _PACKED))
+    steps = [draw(sizes, generator, device) for _ in range(_DRAWS)]
+    ways = {who: Training(way, sizes, steps, device, dtype) for who, way in ways_of(sizes).items()}
+    measured = measure(ways, device, pace, cold=False, required=(TREES, _NONE, PACKED))
     shape = (sizes.prompts, sizes.answers, sizes.prompt, sizes.answer)
     rows = measured_rows("training", f"{sizes.layers} layers of {sizes.width}", shape, dtype, measured)
     for row in rows:
@@ -186,18 +197,18 @@ def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace) ->
         row["peak_gb"] = float(f"{peak_bytes(way, device) / 1e9:.3g}")
         row |= {"computed_tokens": way.computed, "tokens_per_s": round(sizes.tokens / row["ms"] * 1e3)}
         if row["who"] != _NONE:
-            row["difference"] = measured.difference(row["who"], _PACKED)
+            row["difference"] = measured.difference(row["who"], PACKED)
     by_who = {row["who"]: row for row in rows}
-    added = _of_trees(ways[_TREES], steps, sizes, device, dtype)
+    added = _of_trees(ways[TREES], steps, sizes, device, dtype)
     rest = by_who[_NONE]["ms"] - added["packing_ms"]
     bound = rest + sizes.layers * added["allowed_ms"]
-    by_who[_TREES] |= {name: float(f"{ms:.4g}") for name, ms in {**added, "rest_ms": rest, "bound_ms": bound}.items()}
-    by_who[_TREES]["backend"] = _backend(ways[_TREES].pack(steps[0].sequences), sizes, dtype)
+    by_who[TREES] |= {name: float(f"{ms:.4g}") for name, ms in {**added, "rest_ms": rest, "bound_ms": bound}.items()}
+    by_who[TREES]["backend"] = _backend(ways[TREES].pack(steps[0].sequences), sizes, dtype)
     return rows
 
 
 def _of_trees(
-    training: _Training, steps: list[_Step], sizes: Sizes, device: torch.device, dtype: torch.dtype
+    training: Training, steps: list[Step], sizes: Sizes, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
     """Return milliseconds of packing, of planning, of a layer's attention, and of what its computed blocks allow.
 
@@ -254,7 +265,7 @@ def _packing_rows(count: int, length: int) -> list[Row]:
     pack = functools.partial(trees.pack, sequences)
     ms, iqr = interleaved({"": pack}, torch.device("cpu"), 3, wall_milliseconds)[""]
     figures = {"ms": float(f"{ms:.4g}"), "iqr": float(f"{iqr:.3g}")}
-    return [{"kind": "packing", "case": "", "shape": f"{count}x{length}", "dtype": "int64", "who": _TREES, **figures}]
+    return [{"kind": "packing", "case": "", "shape": f"{count}x{length}", "dtype": "int64", "who": TREES, **figures}]
 
 
 # --- the command ---
@@ -263,7 +274,7 @@ def _packing_rows(count: int, length: int) -> list[Row]:
 def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what to measure, by descriptions."""
     is_large = device.type == "cuda" and not quick
-    sizes, pace = (Sizes(), _PACE) if is_large else (_SMALL, QUICK)
+    sizes, pace = (Sizes(), PACE) if is_large else (_SMALL, QUICK)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     count, length = (40, 100) if quick else (1000, 2000)
     return {
@@ -291,7 +302,7 @@ def markdown(results: dict[str, Any]) -> str:
     """Return the table of one run, and what it shows."""
     training = [r for r in results["rows"] if r["kind"] == "training"]
     by_who = {r["who"]: r for r in training}
-    ours, packed = by_who[_TREES], by_who[_PACKED]
+    ours, packed = by_who[TREES], by_who[PACKED]
     rows = [
         [
             r["who"], f"{r['ms']:.4g}", f"{r['tokens_per_s']:,}", f"{r['tokens_per_s'] / packed['tokens_per_s']:.2f} x",

@@ -34,6 +34,7 @@ from benchmarks import limits as bench_limits
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
 from benchmarks import results as bench_results
+from benchmarks import rollouts as bench_rollouts
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import steps as bench_steps
@@ -277,6 +278,24 @@ def test_figures_of_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     page = bench_trees.markdown(results)
     assert f"Trees train on {rows['packed']['ms'] / ours['ms']:.2f} times" in page
     assert "40 sequences of 100 tokens are packed in" in page
+
+
+@pytest.mark.campaign
+def test_figures_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses that read answers only are the same in all ways, and trees compute each prompt once."""
+    file = tmp_path / "rollouts.json"
+    assert main(["rollouts", "--device", "cpu", "--quick", "--json", str(file)]) == 0, capsys.readouterr().err
+    results = json.loads(file.read_text())
+    for n, answers in enumerate((4, 8, 16)):
+        rows = results["rows"][3 * n : 3 * n + 3]
+        by_who = {r["who"]: r for r in rows}
+        assert by_who["trees"]["computed_tokens"] <= 2 * (64 + answers * 16)
+        assert by_who["packed"]["computed_tokens"] == 2 * answers * (64 + 16)
+        assert by_who["padded"]["computed_tokens"] > by_who["packed"]["computed_tokens"]
+        assert all(r["difference"] < 1e-6 for r in rows)
+    page = bench_rollouts.markdown(results)
+    assert page.count("| trees ") == 3
+    assert len(re.findall(r"- (4|8|16) answers: \d+% of the tokens and -?\d+% of the time", page)) == 3
 
 
 @pytest.mark.campaign
