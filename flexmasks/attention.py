@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, get_mask
+from flexmasks.spec.arguments import Alignment, Ints, Layout, MaskLike, Masks, Pages, ScoreLike, Seed, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 from flexmasks.spec.definitions import KEYWORDS
 from flexmasks.spec.parameters import as_number, in_message, listed
@@ -29,7 +29,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Seed = None,
     return_lse: Literal[False] = False, return_max: Literal[False] = False, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
@@ -40,7 +40,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Seed = None,
     return_lse: Literal[True], return_max: Literal[False] = False, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
@@ -51,7 +51,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Seed = None,
     return_lse: bool, return_max: Literal[False] = False, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -62,7 +62,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MasksOrPlan | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
     block_mask: compat.BlockMask | None = None, q_offset: Alignment = None, layout: Layout = "bhsd",
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Seed = None,
     return_lse: bool = False, return_max: Literal[True], backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, ...]: ...
@@ -82,6 +82,8 @@ def attention(
     q_offset: Alignment = None,
     layout: Layout = "bhsd",
     sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     return_lse: bool = False,
     return_max: bool = False,
     backend: str = "auto",
@@ -96,7 +98,7 @@ def attention(
     nothing must be finite too. The reference backend has neither limit.
 
     Queries of padding are rows like all others: 0 where they see nothing, as with `grouped_tril`, and an average of
-    real values where they see real keys, as with `padding` and `key_padding`. There is no dropout of attention weights.
+    real values where they see real keys, as with `padding` and `key_padding`.
 
     A tensor that the mask or score reads may not be changed in place before the backward pass: torch's own error says
     so, in activation checkpoints too, but not with `use_reentrant=True`, where the changed tensor is read.
@@ -159,8 +161,17 @@ def attention(
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The
             lse includes it: for a row that sees nothing, the lse is the logit. Not for jagged inputs, for which
             `varlen_attention` takes it.
+        dropout_p: the share of weights that are dropped, from 0 to 1; the others are divided by 1 - dropout_p. Weights
+            are dropped whenever it is above 0: pass 0 in evaluation. Whether a pair of a query and a key is dropped
+            follows from a random word of each: the same in the backward pass, in activation checkpoints that keep
+            torch's random state, on every backend, and however processes share a sequence. The call takes about twice
+            its time: a kernel runs for the kept pairs, and one for the log-sum-exp of all. Sinks are never dropped. A
+            row whose keys are all dropped has output 0 and zero gradients. Pairs are dropped with a probability that
+            is dropout_p rounded to a multiple of 2**-16.
+        dropout_seed: an int or a tensor of one, for the same pairs in each call with the same sizes, on any device; or
+            a torch.Generator. By default torch's own generator of the device draws, which torch.manual_seed seeds.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
-            for float64), -inf for a row that sees nothing; differentiable.
+            for float64), -inf for a row that sees nothing; differentiable. It is that without dropout.
         return_max: also return the greatest score of each row, [B, H, Q], float32 (float64 for float64), -inf for a row
             that sees nothing, without a gradient, as QK-clip needs it (Kimi K2, 2025). The scores are computed once
             more for it. Not for jagged inputs and DTensors, and inside torch.compile `flexmasks.flex` has it.
@@ -220,6 +231,8 @@ def attention(
     request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
+    if type(dropout_p) is not float or dropout_p:
+        request = request._replace(dropout=later.dropout.dropout_of(dropout_p, dropout_seed))
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
     if return_max and is_sharded:
         raise TypeError("flexmasks.attention: `return_max` takes no DTensors.")
@@ -240,7 +253,8 @@ def varlen_attention(
     max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
     mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Seed = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
@@ -252,7 +266,8 @@ def varlen_attention(
     max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
     mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Seed = None, return_lse: Literal[True],
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -264,7 +279,8 @@ def varlen_attention(
     max_seqlen_k: int | None = None, page_table: Pages | None = None, kv_lens: Ints | None = None,
     mask: Masks | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: Alignment = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    q_offset: Alignment = None, sink_logits: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Seed = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -289,6 +305,8 @@ def varlen_attention(
     scale: float | None = None,
     q_offset: Alignment = None,
     sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     return_lse: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
@@ -328,7 +346,8 @@ def varlen_attention(
             of queries than of keys, and on a GPU with `kv_offsets`, whose values are not read, unless neither mask nor
             score reads the query's position. With pages the default is "last", `kv_lens - offsets.diff()`, and no
             queries may end behind the P * page_size keys that a sequence has room for, unless they start at 0.
-        mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
+        mask, score, scale, sink_logits, dropout_p, dropout_seed, return_lse, backend, kernel_options, **params: as in
+            `attention`. There is no dropout with pages, which hold a cache.
 
     Returns:
         The output, [total, H, Dv], or (output, lse [H, total]).
@@ -357,6 +376,9 @@ def varlen_attention(
         mask, score, params, as_number(scale), None, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
         kernel_options,
     )  # fmt: skip
+    if type(dropout_p) is not float or dropout_p:
+        dropout = later.dropout.dropout_of(dropout_p, dropout_seed, "flexmasks.varlen_attention")
+        request = request._replace(dropout=dropout)
     offsets = _one_of("offsets", offsets, "cu_seqlens_q", cu_seqlens_q)
     kv_offsets = _one_of("kv_offsets", kv_offsets, "cu_seqlens_k", cu_seqlens_k)
     most = [_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)]
@@ -607,6 +629,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
     _check_return_max(arguments.pop("return_max", False))
+    dropout_p, seed = arguments.pop("dropout_p", 0.0), arguments.pop("dropout_seed", None)
+    if type(dropout_p) is not float or dropout_p:
+        own["dropout"] = later.dropout.dropout_of(dropout_p, seed)
     q, k, v = _with_heads_first(arguments.pop("layout", "bhsd"), q=q, k=k, v=v)
     own |= {"scale": as_number(own.get("scale")), "q_offset": _on_device_of(q, own.get("q_offset"))}
     own["mask"], own["block_mask"] = _mask_or_blocks(own.get("mask"), own.get("block_mask"))

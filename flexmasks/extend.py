@@ -18,6 +18,8 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   `check_placements`, `users_line`, `whole`, `as_sharded` and `joined` are for DTensors.
 - A mask as what it computes: `formula_of` and `expression_of` call a function once and write an `Expression` down;
   `are_same`, `indices_in` and `value_of` read it.
+- Dropout of attention weights: `dropout_of` makes a `Dropout` of arguments, a `Seed` among them, and `shared_seed` lets
+  processes draw alike.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
 - What is true around a call: `is_invariant` says whether it is inside `flexmasks.invariant`.
@@ -60,7 +62,7 @@ from flexmasks.plans.naming import check_open_extents, named, naming
 from flexmasks.plans.portable import PortableBlockMask
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import shifted_mask, sized
-from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, from_arguments
+from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, Seed, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
@@ -77,8 +79,9 @@ if TYPE_CHECKING:
     from flexmasks.backends.call import Call, Kernel, Unavailable
     from flexmasks.backends.table import Backend
     from flexmasks.compat import all_to_all_single
+    from flexmasks.dropout import Dropout, dropout_of
     from flexmasks.layouts import under_autocast
-    from flexmasks.sharded import as_sharded, check_placements, joined, users_line, whole
+    from flexmasks.sharded import as_sharded, check_placements, joined, shared_seed, users_line, whole
 
 # Names whose modules take long to import.
 _MODULES = {
@@ -86,7 +89,10 @@ _MODULES = {
     "Backend": "flexmasks.backends.table",
     "all_to_all_single": "flexmasks.compat",
     "under_autocast": "flexmasks.layouts",
-    **dict.fromkeys(("as_sharded", "check_placements", "joined", "users_line", "whole"), "flexmasks.sharded"),
+    **dict.fromkeys(("Dropout", "dropout_of"), "flexmasks.dropout"),
+    **dict.fromkeys(
+        ("as_sharded", "check_placements", "joined", "shared_seed", "users_line", "whole"), "flexmasks.sharded"
+    ),
 }
 
 __all__ = [
@@ -98,6 +104,7 @@ __all__ = [
     "reads_outside", "flatten",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "formula_of", "expression_of", "Expression", "are_same", "indices_in", "value_of",
+    "Dropout", "dropout_of", "Seed", "shared_seed",
     "plan_of_step", "source_of", "under_autocast", "copy", "Kept", "key_of",
     "is_invariant", "is_compiling", "constants", "constant_in_graphs", "is_capturing", "group_timeout",
     "all_to_all_single",

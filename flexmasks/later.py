@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexmasks import dropout as dropout
     from flexmasks import pages as pages
     from flexmasks import request as request
     from flexmasks import road as road
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flexmasks.plans import portable as portable
 
 _MODULES = {
+    "dropout": "flexmasks.dropout",
     "lengths": "flexmasks.plans.lengths",
     "pages": "flexmasks.pages",
     "portable": "flexmasks.plans.portable",

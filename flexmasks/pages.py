@@ -158,6 +158,8 @@ def run_varlen(
         fail("pass `offsets`, where sequences start and the last one ends (cu_seqlens_q).", TypeError, VARLEN)
     if page_table is not None or kv_lens is not None:
         _check_given(kv_offsets, page_table, kv_lens)
+        if request.dropout is not None:
+            fail("pages hold a cache, and weights are dropped in training only; leave out `dropout_p`.", call=VARLEN)
         cache = _Cache.given(k, v, page_table, kv_lens)
         with unseen(cache.is_traced), under_autocast(q, k, v) as (q, k, v):
             return _run_mixed(q, offsets, cache._replace(k=k, v=v), request)

@@ -41,6 +41,7 @@ class Request(NamedTuple):
     return_lse: bool = False
     backend: str = "auto"
     kernel_options: dict[str, Any] | None = None
+    dropout: Any = None  # of attention weights, see `flexmasks.dropout`
     is_invariant: bool = False  # as inside `flexmasks.invariant`, which a plan says of its own calls
     ends_among_keys: bool = True  # False where a tensor q_offset of the library's own may break the rule, see `sized`
 

@@ -28,6 +28,7 @@ from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.context import Context, is_invariant
+from flexmasks.dropout import kept_of, with_dropout
 from flexmasks.errors import Outgrown, Unfit, passing_error, raise_to_user
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
@@ -91,6 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     if not are_plain and any_nested(q, k, v):
         return as_nested(q, *attend(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
     q, k, v = as_kernels_read(q, k, v)
+    if request.dropout is not None:
+        return with_dropout(attend, q, k, v, request)
     has_more = request.score is not None or request.params or request.q_offset is not None
     if held is not None and held.owns_tensors and not (has_more or context.has_transforms):
         results = _attend_by_plan(q, k, v, held, request, context)
@@ -143,6 +146,8 @@ def _attend_in_graph(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
         from flexmasks import inside_compile  # loads torch's compilers
 
         q, k, v = as_kernels_read(q, k, v)
+        if request.dropout is not None:
+            return with_dropout(_attend_in_graph, q, k, v, request, is_traced=True)
         result = inside_compile.run(q, k, v, with_lse_for_sinks(without_plan(q, k, request)))
         return with_sinks_of(result, request)
 
@@ -624,6 +629,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         q, k, v = as_kernels_read(q, k, v)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
+        if request.dropout is not None:  # of its two calls that for the kept pairs; nothing is drawn
+            request = kept_of(q, k, request, request.dropout._replace(seed=0))
         context = Context.now(q.device)._replace(is_invariant=must_be_invariant)
         call, plans, *_ = plan_call(q, k, v, request, context)
         able, (kernel, forms), reasons = made_ready(call, Inputs(q, k, v, None, plans), request.backend_name)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
+from flexmasks.dropout import with_dropout
 from flexmasks.plans.alignment import of_word
 from flexmasks.plans.checks import fail
 from flexmasks.plans.held import without_plan
@@ -32,6 +34,9 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
                 "use flexmasks.integrations.distributed.attention."
             )
     check_placements(q, k, v)
+    if request.dropout is not None:
+        seed = shared_seed(request.dropout.seed, q.device_mesh)
+        return with_dropout(run, q, k, v, request._replace(dropout=request.dropout._replace(seed=seed)))
     request = without_plan(q, k, request)
     if request.block_mask is not None or isinstance(request.q_offset, Tensor):
         fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
@@ -69,6 +74,14 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
         ranks = q.device_mesh.size(mesh_dim)  # torch 2.11 cannot trace the mesh's shape here
         if placement.is_shard(1) and k.shape[1] % ranks:
             fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
+
+
+def shared_seed(seed: Any, mesh: DeviceMesh) -> Any:
+    """Return a seed of dropout that all processes of a mesh have, where `seed` is each one's own."""
+    if isinstance(seed, int | Tensor):
+        return seed
+    own = torch.randint(2**62, (1,), device=mesh.device_type, generator=seed)
+    return DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()[:1]
 
 
 def users_line(q: DTensor) -> PartOfCall:

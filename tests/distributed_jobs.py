@@ -198,6 +198,26 @@ def learned() -> dict[str, float]:
     return errors
 
 
+def dropped() -> dict[str, float]:
+    """Return errors of calls with dropout. Without a seed that of the first process counts."""
+    mesh, generator, errors = mesh_of(), random.Random(8), {}
+    for score in (None, "alibi"):
+        trial = Trial(4, 2, 2, mask=documents(generator), score=score, dropout_p=0.3, dropout_seed=5)
+        for how, order in layouts(generator, WAYS):
+            errors[f"{score} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+    given = [torch.randn(2, 4, LENGTH, 8, generator=torch.manual_seed(1), dtype=torch.float64) for _ in range(3)]
+    torch.manual_seed(0)
+    call = {"mask": "causal", "dropout_p": 0.3, "return_lse": True, "backend": "reference"}
+    wanted = flexmasks.attention(*given, **call, dropout_seed=torch.randint(2**62, (1,)))
+    for dim in range(3):
+        torch.manual_seed(dist.get_rank())
+        parts = [distribute_tensor(x, mesh, [Shard(dim)]) for x in given]
+        results = (distributed.attention if dim else flexmasks.attention)(*parts, **call)
+        pairs = zip(results, wanted, strict=True)
+        errors[f"Shard({dim})"] = max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
+    return errors
+
+
 def second_gradients() -> dict[str, float]:
     """Return errors of second gradients, and of gradients under anomaly detection."""
     generator, mesh, errors = random.Random(7), mesh_of(), {}

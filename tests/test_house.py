@@ -40,6 +40,7 @@ ORDER = {
             ["plans"],
             ["backends"],
             ["request"],
+            ["dropout"],
             ["layouts", "inside_compile"],
             ["road"],
             ["pages", "sharded"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import Call
-from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
+from flexmasks.backends.operations import KEEP_VALUES, UNBOUNDED, Bounds, Trace, follow
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.kernels.direct import with_rows_together
 
@@ -55,6 +55,9 @@ class _Sum(Trace):
     def is_known(self, name: str, args: Any) -> bool:
         return True
 
+    def bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
+        return (args[0], args[0]) if name == "scalar_tensor" else UNBOUNDED
+
     def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
         sums = [n for n, x in enumerate(args) if id(x) in self.sums]
         is_other = any(id(x) in self._others for x in args)
@@ -62,8 +65,10 @@ class _Sum(Trace):
             return
         is_added = (name == "add" and len(sums) == 1) or (name == "sub" and sums == [0])
         keeps = name in KEEP_VALUES and out.is_floating_point() and out.dtype.itemsize >= 4
+        # Where the score is replaced by -inf, as by dropout, -inf is added.
+        hides = name == "where" and sums == [1] and self._bounds.get(id(args[2])) == (-math.inf, -math.inf)
         # With alpha the second operand is multiplied.
-        is_sum = (is_added and (sums == [0] or kwargs.get("alpha", 1) == 1)) or keeps
+        is_sum = (is_added and (sums == [0] or kwargs.get("alpha", 1) == 1)) or hides or keeps
         (self.sums if is_sum and not is_other else self._others).add(id(out))
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
@@ -34,6 +35,7 @@ else:
 Ints = Tensor | Sequence[int]
 Alignment = int | Ints | Literal["first", "last"] | None  # see `plans.alignment`
 Layout = Literal["bhsd", "bshd"]
+Seed = int | Tensor | torch.Generator | None  # of dropout
 Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
 

@@ -37,8 +37,8 @@ from flexmasks.spec.structure import is_empty
 FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "factors", "compiled")
 # Keyword arguments of `attention`. It hands on no parameters of these names.
 KEYWORDS = (
-    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "return_max", "backend",
-    "kernel_options", "layout",
+    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "dropout_p", "dropout_seed", "return_lse",
+    "return_max", "backend", "kernel_options", "layout",
 )  # fmt: skip
 
 

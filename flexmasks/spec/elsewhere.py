@@ -105,6 +105,6 @@ ADVICE: dict[str, str] = {
     "q_offset": "positions are those of the whole sequence, from 0 on; flexmasks.attention takes it",
     **dict.fromkeys(
         ("dropout_p", "dropout", "p"),
-        "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
+        "flexmasks.attention and flexmasks.varlen_attention drop weights, by `dropout_p`",
     ),
 }  # fmt: skip

@@ -315,11 +315,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "q_offset huge": (masked(q_offset=2**70), "`q_offset` must be an int from 0"),
     "scale huge": (masked(scale=10**400), "`scale` must be a finite number"),
     "q strided nested": (attending_to(torch.nested.nested_tensor([Q[0], K[0]]), K, V), "jagged [B, H, jagged, D]"),
-    "dropout_p": (
-        masked(dropout_p=0.1),
-        "no dropout of attention weights: leave it out, and use torch.nn.",
-    ),
-    "dropout": (masked(dropout=0.0), "there is no dropout of attention weights"),
+    "dropout_p above 1": (masked(dropout_p=1.5), "`dropout_p` must be a number from 0 to 1, the share of weights"),
+    "dropout_p NaN": (masked(dropout_p=float("nan")), "that are dropped, got nan"),
+    "dropout_p None": (masked(dropout_p=None), "`dropout_p` must be a number from 0 to 1, got None"),
+    "dropout_p a bool": (masked(dropout_p=True), "got True"),
+    "dropout_seed a float": (masked(dropout_p=0.1, dropout_seed=0.5), "`dropout_seed` must be an int, a tensor of one"),
+    "dropout_seed of several": (masked(dropout_p=0.1, dropout_seed=torch.tensor([1, 2])), "got int64[2]"),
+    "dropout_seed huge": (masked(dropout_p=0.1, dropout_seed=2**70), "`dropout_seed` must fit 64 bits"),
+    "dropout": (masked(dropout=0.0), "flexmasks.varlen_attention drop weights, by `dropout_p`"),
     "softmax_scale": (masked(softmax_scale=1.0), "did you mean `scale`?"),
     "deterministic": (masked(deterministic=True), "call torch.use_deterministic_algorithms(True)"),
     "return_softmax_lse": (masked(return_softmax_lse=True), "did you mean `return_lse`?"),
@@ -612,13 +615,17 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "scores a list": (softmax([[1.0]]), "got list; use torch.as_tensor"),
     "q_offset of softmax": (softmax(mask="causal", q_offset=-3), "`q_offset` must be an int from 0"),
     "q_offset of softmax, a word": (softmax(mask="causal", q_offset="end"), "must be 'first', 'last', an int"),
-    "dropout of softmax": (softmax(mask="causal", dropout_p=0.1), "there is no dropout"),
+    "dropout of softmax": (softmax(mask="causal", dropout_p=0.1), "flexmasks.varlen_attention drop weights"),
     # sequences and pages
     "offsets a string": (varlen("0,10"), "`offsets` must be int[N + 1] on cpu, the starts of N sequences"),
     "offsets of two dimensions": (varlen([[0, 10]]), "`offsets` must be int[N + 1]"),
     "kv_offsets missing": (varlen([0, 5], q=TOKENS[:5]), "pass `kv_offsets`"),
     "block_mask of varlen": (varlen([0, 10], block_mask=BLOCKS), "only flexmasks.attention takes one"),
     "max_seqlen": (varlen([0, 10], max_seqlen=10), "leave it out: the offsets say the lengths"),
+    "dropout_p of pages": (
+        varlen([0, 10], dropout_p=0.1, page_table=torch.zeros(1, 1).int(), kv_lens=torch.tensor([10])),
+        "flexmasks.varlen_attention: pages hold a cache, and weights are dropped in training only",
+    ),
     "causal of FlashAttention": (varlen([0, 10], causal=True), 'pass mask="causal"'),
     # registration
     "example a dict": (
@@ -697,9 +704,10 @@ PLACES: dict[str, Callable[[Any], Any]] = {
         name: lambda x, name=name: flexmasks.attention(**{"q": Q, "k": K, "v": V, name: x})  # type: ignore[misc]
         for name in (
             "q", "k", "v", "mask", "score", "scale", "block_mask", "q_offset", "layout", "sink_logits", "return_lse",
-            "return_max", "backend", "kernel_options",
+            "return_max", "backend", "kernel_options", "dropout_p",
         )
     },
+    "a seed": lambda x: flexmasks.attention(Q, K, V, dropout_p=0.1, dropout_seed=x),
     "a length": lambda x: flexmasks.attention(Q, K, V, mask="padding", kv_lens=x),
     "a window": lambda x: flexmasks.attention(Q, K, V, mask="sliding_window", window=x),
     "a table": lambda x: flexmasks.attention(Q[:, :, :9], K, V, mask="dense", visible=x),

@@ -57,6 +57,11 @@ def test_learned_tensors(two: Processes) -> None:
 
 
 @pytest.mark.slow
+def test_dropout(two: Processes) -> None:
+    check(two.run(jobs.dropped))
+
+
+@pytest.mark.slow
 def test_masks_that_change_between_calls(two: Processes) -> None:
     check(two.run(jobs.changing))
 

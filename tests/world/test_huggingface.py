@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import road, trees
+from flexmasks.dropout import Dropout
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as hf_attention
 from flexmasks.integrations.huggingface.attention import attend
@@ -1382,16 +1383,40 @@ def test_inference_mode() -> None:
         assert torch.equal(_dense(mask), _theirs(function, "all", PADDINGS["left"]))
 
 
+# --- training ---
+
+
+def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starcoder2 learns what it learns with "eager" whose weights are dropped at the same pairs."""
+    sizes = {"attention_dropout": 0.3, "residual_dropout": 0.0, "embedding_dropout": 0.0, "sliding_window": 12}
+    config = transformers.Starcoder2Config(**TEXT, **sizes)
+    model = transformers.Starcoder2ForCausalLM._from_config(config, attn_implementation="flexmasks").double()
+
+    def dropped(weights: Tensor, p: float, training: bool) -> Tensor:
+        if not (p and training):
+            return weights
+        batch, heads, q_len, kv_len = weights.shape
+        change = Dropout(p).kept((batch, heads, q_len), kv_len, weights.device)
+        indices = torch.meshgrid(*map(torch.arange, weights.shape), indexing="ij")
+        return weights * (change(torch.zeros(()), *indices) == 0) / (1 - p)
+
+    def step() -> list[Tensor]:
+        model.train().zero_grad()
+        torch.manual_seed(3)
+        loss = model(IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    in_evaluation = model.eval()(IDS).logits
+    got = step()
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model.eval()(IDS).logits, in_evaluation)
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
+    for a, b in zip(got, step(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- bad use ---
-
-
-def test_dropout_is_refused() -> None:
-    cls = transformers.LlamaForCausalLM
-    config = transformers.LlamaConfig(**TEXT, attention_dropout=0.1)
-    model = cls._from_config(config, attn_implementation="flexmasks")
-    with pytest.raises(ValueError, match=r"never dropped, got dropout=0.1 in LlamaAttention.*`attention_dropout`"):
-        model.train()(IDS)
-    model.eval()(IDS)
 
 
 def test_attention_weights_are_refused() -> None:

@@ -15,16 +15,19 @@ from flexmasks import Mask, Score, get_mask
 from flexmasks import attention as attention_of_one
 from flexmasks.extend import (
     Band,
+    Dropout,
     Kept,
     MaskLike,
     PartOfCall,
     ScoreLike,
+    Seed,
     Size,
     as_sharded,
     band_of,
     check_placements,
     constants,
     definition_of,
+    dropout_of,
     from_arguments,
     in_message,
     inside,
@@ -34,12 +37,14 @@ from flexmasks.extend import (
     part_of,
     says_all,
     says_what_to_write,
+    shared_seed,
     under_autocast,
     users_line,
     whole,
 )
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
 from flexmasks.integrations.distributed.counts import (
+    WHERE,
     CountedMask,
     Parts,
     common,
@@ -77,15 +82,17 @@ _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, how: str = "auto", order: Order | None = None,
-    scale: float | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
-    backend: str = "auto", kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
+    scale: float | None = None, sink_logits: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Seed = None, return_lse: Literal[False] = False, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
 ) -> Tensor: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, how: str = "auto", order: Order | None = None,
-    scale: float | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
-    backend: str = "auto", kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
+    scale: float | None = None, sink_logits: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Seed = None, return_lse: Literal[True], backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -103,6 +110,8 @@ def attention(
     order: Order | None = None,
     scale: float | None = None,
     sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     return_lse: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
@@ -121,9 +130,9 @@ def attention(
             the whole sequence, sharded alike: over the sequence (`Shard(2)`), perhaps over batch elements and heads.
         mesh: the processes; left out for DTensors. The sequence lies over all its dimensions, at most two, the last one
             the fastest. Inside torch.compile, two dimensions need names.
-        mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `flexmasks.attention`.
-            Tensors are equal on all processes; `sink_logits` and tensors over heads have all heads. DTensors are taken,
-            too.
+        mask, score, scale, sink_logits, dropout_p, dropout_seed, return_lse, backend, kernel_options, **params: as in
+            `flexmasks.attention`. Tensors are equal on all processes, and so is a seed; without one that of the first
+            process counts. `sink_logits` and tensors over heads have all heads. DTensors are taken, too.
         how: what processes exchange.
             "heads": each gets all positions of some heads, and gives its part of the sequence for them. The number of
             key heads must be a multiple of the number of processes along the last dimension of the mesh; along the
@@ -171,6 +180,7 @@ def attention(
     options["return_lse"] = return_lse
     if mesh is None:  # only batch elements or heads are sharded
         options |= {"mask": mask, "score": score, "sink_logits": sink_logits, **params}
+        options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
         return cast(Tensor, attention_of_one(q, k, v, **options))
     q_part, k_part, v_part = q, k, v
     if like is not None:
@@ -183,7 +193,8 @@ def attention(
         of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
         _check_shapes(q_part, k_part, v_part)
         place = PartOfCall(*q_part.shape[:2]) if like is None else users_line(like)
-        call = _Call(mesh, place, of_mask, of_score, sinks, how, order, is_traced)
+        dropout = dropout_of(dropout_p, dropout_seed, f"{WHERE}.attention")
+        call = _Call(mesh, place, of_mask, of_score, sinks, how, order, is_traced, dropout)
         _check(call, q_part, k_part)
         advice = "" if has_order else forgotten_order(mesh, rank_in(mesh), q_part.shape[2])
     except (ValueError, TypeError) as error:
@@ -199,7 +210,12 @@ def attention(
     lengths = compared.lengths or [q_part.shape[2]] * mesh.size()
     parts = following(lengths) if order is None else constants(order.parts) if is_traced else order.parts
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
-        out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options, compared.may_want_others)
+        call = cast(_Call, call)._replace(parts=parts)
+        if call.dropout is not None:
+            seed = shared_seed(call.dropout.seed, mesh if like is None else like.device_mesh)
+            call = call._replace(dropout=call.dropout._replace(seed=seed))
+        run = _run if call.dropout is None else _run_with_dropout
+        out, lse = run(*cast_parts, call, options, compared.may_want_others)
     if like is not None:
         out = as_sharded(out, like, (*q.shape[:3], v.shape[3]))
         lse = None if lse is None else as_sharded(lse, like, q.shape[:3])
@@ -215,6 +231,7 @@ class _Call(NamedTuple):
     how: str
     order: Order | None
     is_traced: bool  # by torch.compile
+    dropout: Dropout | None
     parts: tuple[Parts, ...] = ()  # of all processes
 
     @property
@@ -276,13 +293,18 @@ def _compare(
     Raises ValueError unless all processes make the same call.
     """
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
-    arguments: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
+    arguments: dict[str, Any] = dict.fromkeys(
+        ("q, k, v", "mask", "score", "sink_logits", "how", "order", "dropout_p", "dropout_seed", *options)
+    )
     may_want_others = False
     if call is not None:
         learns = torch.is_grad_enabled()
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
         arguments |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         arguments |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
+        if call.dropout is not None:
+            p, seed = call.dropout
+            arguments |= {"dropout_p": p, "dropout_seed": seed if isinstance(seed, int) else type(seed)}
         may_want_others = call.how in ("auto", "seen") and call.mask is not None and not says_all(call.mask)
     texts = {name: repr(value) for name, value in arguments.items()}
     states = compare("attention", mesh, 4 * own + 2 * may_want_others + is_forgotten, texts, call is None)
@@ -366,6 +388,19 @@ def _run(
         out = sequence_for_heads(out, last, lengths, call.is_traced)
         lse = [sequence_for_heads(x[..., None], last, lengths, call.is_traced)[..., 0] for x in lse]
     return out, lse[0] if lse else None
+
+
+def _run_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any], may_want_others: bool
+) -> tuple[Tensor, Tensor | None]:
+    dropout = cast(Dropout, call.dropout)
+    kept = dropout.kept((call.place.batch, call.place.heads, call.length), call.length, q.device)
+    score = kept if call.score is None else from_arguments(None, [call.score, kept], {})[1]
+    with_lse = options | {"return_lse": True}
+    out, of_kept = _run(q, k, v, call._replace(score=score, sinks=None), with_lse, may_want_others)
+    _, lse = _run(q, k, v.detach(), call, with_lse, may_want_others)
+    out = dropout.rescaled(out, cast(Tensor, of_kept), cast(Tensor, lse))
+    return out, lse if options["return_lse"] else None
 
 
 def _compared_way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:

@@ -107,7 +107,7 @@ def attend(
         position_bias: [B or 1, H or 1, Q, KV], added to the scores. It gets a gradient.
         cu_seq_lens_q, cu_seq_lens_k: int[N + 1], the starts of the sequences of a packed row and the end of the last.
         position_ids: [B or 1, Q], the position of each token in its document.
-        dropout: must be 0.
+        dropout: the share of attention weights that are dropped, `dropout_p` of `flexmasks.attention`.
         others: arguments for other attention functions.
 
     Returns:
@@ -116,7 +116,7 @@ def attend(
     Raises:
         ValueError: the call needs something that fused attention does not have; the message says what to use.
     """
-    _check(module, dropout, others)
+    _check(module, others)
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all batch elements
         query = query.expand(key.shape[0], -1, -1, -1)
     if isinstance(attention_mask, Mask | Plan):  # of a dict by kind of layer
@@ -124,7 +124,7 @@ def attend(
     scores = [get_score("softcap", cap=float(softcap))] if softcap else []
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
-    options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux}
+    options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux, "dropout_p": dropout}
     layer = _Layer(
         module, query, key, attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids
     )
@@ -250,16 +250,10 @@ _UNKNOWN_ARGUMENTS = {
 }
 
 
-def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
+def _check(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
     config = getattr(module, "config", None)
     check_type(getattr(config, "model_type", None))  # a model that got a mask of four dimensions has not been asked yet
-    if dropout:
-        fail(
-            f"attention weights are never dropped, got dropout={dropout} in {type(module).__name__}. Set the attention "
-            "dropout of the model's config to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`; "
-            'T5 has only `dropout_rate`), call `model.eval()`, or use attn_implementation="sdpa" or "eager".'
-        )
     wants_weights = others.get("output_attentions")
     if wants_weights is None:
         wants_weights = getattr(config, "output_attentions", False)
