@@ -59,7 +59,7 @@ from flexmasks.planning import Plan
 from flexmasks.plans.held import Sizes
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.naming import check_open_extents, named, naming
-from flexmasks.plans.portable import PortableBlockMask
+from flexmasks.plans.portable import PortableBlockMask, function_of_lists
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import shifted_mask, sized
 from flexmasks.spec.arguments import Alignment, MaskLike, ScoreLike, Seed, from_arguments
@@ -67,7 +67,6 @@ from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
 from flexmasks.spec.expressions import Expression, are_same, expression_of, indices_in, recorded, value_of
-from flexmasks.spec.indexing import leading
 from flexmasks.spec.pairs import MaskAndScore, mask_and_score
 from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
 from flexmasks.spec.parts import PartOfCall, part_of
@@ -346,14 +345,8 @@ def shown_by(block_mask: BlockMask) -> Mask:
         >>> flexmasks.dense_mask(shown_by(blocks), 256)[0, 0, 0].sum().item()
         128
     """
-    partial, full = of_block_mask(block_mask)
-    (height, width), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
-
-    def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        block = *leading(full, b, h, q), q // height, kv // width
-        return full[block] | (partial[block] & mask_mod(b, h, q, kv))
-
-    return Mask._of(define("mask", shown, f"BlockMask of {define('mask', mask_mod).name}"), {})
+    name = f"BlockMask of {define('mask', block_mask.mask_mod).name}"
+    return Mask._of(define("mask", function_of_lists(block_mask), name), {})
 
 
 class Kept(Part[Value]):

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from flexmasks import compat
 from flexmasks.backends import flex, flex_flash, forms, plain, tiles_operator
@@ -49,7 +50,7 @@ from flexmasks.kernels.sinks import with_sinks
 from flexmasks.plans.checks import fail
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.plan import over_zeros
-from flexmasks.plans.portable import PortableBlockMask
+from flexmasks.plans.portable import PortableBlockMask, function_of_lists
 from flexmasks.plans.sizes import block_size_for, shifted_mask, shifted_score, unread
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
@@ -74,7 +75,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     block_mask: compat.BlockMask | None = None
     of_mask: Any = UNKNOWN
     if request.block_mask is not None:
-        block_mask = as_kernels_read(request.block_mask)
+        block_mask = _as_graphs_read(as_kernels_read(request.block_mask))
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         of_mask = encode_mask(mask, q.device)
@@ -258,6 +259,19 @@ def _of_block_mask(block_mask: compat.BlockMask, q: Tensor) -> Encoded:
         return Encoded(UNKNOWN, 0, size)
     offset = in_graph_offset(source.q_offset, q)
     return Encoded(encoded, offset, size, compat.constants((source.batch, source.heads)))
+
+
+def _as_graphs_read(block_mask: compat.BlockMask) -> compat.BlockMask:
+    """A BlockMask of blocks alone with a function that shows them, and no tensor as two lists, as Kandinsky has it.
+
+    Graphs that run without a kernel ask the function alone. torch's compiler for CPUs fails with a constant function,
+    and with one tensor for two arguments of a kernel.
+    """
+    if block_mask.mask_mod is not noop_mask:
+        return block_mask
+    numbers, indices, full_numbers, full_indices, *others = lists_of(block_mask)
+    lists = numbers, indices, full_numbers, separate(indices) if full_indices is indices else full_indices, *others
+    return made_of(block_mask.seq_lengths, lists, block_mask.BLOCK_SIZE, function_of_lists(block_mask))
 
 
 # --- the choice of a backend ---

@@ -12,12 +12,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.lists import lists_of, of_block_mask
+from flexmasks.kernels.operators import separate
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.sizes import Offset
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
+from flexmasks.spec.indexing import leading
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, loaded
 
@@ -115,6 +117,19 @@ def made_like(known: BlockMask, *arguments: Any) -> BlockMask:
     if isinstance(known, PortableBlockMask):
         made.source = known.source
     return cast(BlockMask, made)
+
+
+def function_of_lists(block_mask: BlockMask) -> Callable[..., Tensor]:
+    """What kernels show of a BlockMask, as a function: its full blocks, and of partial ones what its function shows."""
+    partial, full = map(separate, of_block_mask(block_mask))  # torch's compiler for CPUs takes no tensor on its way
+    (height, width), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
+
+    def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block = *leading(full, b, h, q), q // height, kv // width
+        visible: Tensor = full[block] | (partial[block] & mask_mod(b, h, q, kv))
+        return visible
+
+    return shown
 
 
 def repeated(block_mask: BlockMask, batch: int, heads: int) -> BlockMask:
