@@ -53,6 +53,7 @@ TESTS = {
     "kernels/index_lists": "blocks few_queries",
     "kernels/sinks": "sinks",
     "kernels/whole_mask": "whole_mask",
+    "integrations/diffusers": "diffusers",
     "integrations/huggingface/": "huggingface huggingface_vision huggingface_sharded watch",
     "integrations/": "watch",
     "integrations/distributed/": "distributed_plan distributed_exchange distributed",

@@ -70,7 +70,7 @@ ON_PUBLIC_NAMES = {
     "bench": ("bench",),
     "__main__": ("bench", "pictures"),
 }
-THEIR_PACKAGES = {"torch", "numpy", "tabulate", "matplotlib", "transformers", *sys.stdlib_module_names}
+THEIR_PACKAGES = {"torch", "numpy", "tabulate", "matplotlib", "transformers", "diffusers", *sys.stdlib_module_names}
 
 
 def imports(module: str) -> Iterator[tuple[int, str]]:

@@ -3,9 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["distributed", "huggingface"]
+__all__ = ["diffusers", "distributed", "huggingface"]
 
 if TYPE_CHECKING:
+    from flexmasks.integrations import diffusers as diffusers
     from flexmasks.integrations import distributed as distributed
     from flexmasks.integrations import huggingface as huggingface
 else:

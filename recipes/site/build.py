@@ -61,7 +61,7 @@ LINKS = {
 # Modules of the reference. Their public names are those of `__all__`.
 MODULES = (
     "flexmasks", "flexmasks.flex", "flexmasks.orders", "flexmasks.trees", "flexmasks.integrations.huggingface",
-    "flexmasks.integrations.distributed", "flexmasks.extend",
+    "flexmasks.integrations.diffusers", "flexmasks.integrations.distributed", "flexmasks.extend",
 )  # fmt: skip
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)|<img src=\"([^\"]+)\"[^>]*>")
 _FENCED = re.compile(r"(^(`{3,}).*?^\2$)", re.MULTILINE | re.DOTALL)

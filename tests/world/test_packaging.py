@@ -104,6 +104,7 @@ def check_metadata(text: str) -> None:
         "cudnn",
         "flash",
         "huggingface",
+        "diffusers",
         "triton",
         "doors",
     }
