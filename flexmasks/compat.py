@@ -427,11 +427,40 @@ def _in_transform(name: str) -> bool:
     return any(level.key().name == name for level in _here.transforms() or ())
 
 
+def names_of_transforms() -> list[str]:
+    """Return the names of the active transforms of torch.func, the innermost last. No public equivalent."""
+    return [level.key().name for level in _here.transforms() or ()] if _here.transforms_active() else []
+
+
+def can_leave_forward_derivatives() -> bool:
+    return named("forward_derivatives") is not None
+
+
 def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     # Dynamo traces torch.func.jvp without entering a level.
     is_dual = bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
-    return is_dual or (_here.transforms_active() and _in_transform("Jvp"))
+    return (is_dual and not _is_switched_off(otherwise=False)) or (_here.transforms_active() and _in_transform("Jvp"))
+
+
+@contextlib.contextmanager
+def outside_forward_derivatives() -> Iterator[None]:
+    """Leave forward mode and torch.func.jvp for a block of code."""
+    with outside_transforms(), named("forward_derivatives")(False):
+        yield
+
+
+def _is_switched_off(otherwise: bool) -> bool:
+    """Return whether this thread takes no derivatives forward: within such a block, and in methods of Functions.
+
+    otherwise: the result of a torch that does not tell.
+    """
+    switch = named("forward_derivatives")
+    if switch is None:
+        return otherwise
+    asked = switch(False)
+    with asked:
+        return not asked.prev
 
 
 def in_function_without_gradients() -> bool:
@@ -441,12 +470,7 @@ def in_function_without_gradients() -> bool:
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    switch = named("forward_derivatives")
-    if switch is None:
-        return True
-    asked = switch(False)
-    with asked:
-        return not asked.prev
+    return _is_switched_off(otherwise=True)
 
 
 def is_of_checkpointing(mode: Any) -> bool:

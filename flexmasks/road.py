@@ -17,9 +17,22 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flexmasks import checkpointing, compat
-from flexmasks.backends.call import Call, Inputs, Kernel, Kind, Operand, Plans, Ready, RefusedByAll, Result
+from flexmasks.backends import tangents
+from flexmasks.backends.call import (
+    Call,
+    Inputs,
+    Kernel,
+    Kind,
+    Operand,
+    Plans,
+    Ready,
+    RefusedByAll,
+    Result,
+    Unavailable,
+)
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.table import BACKENDS, is_not_here, made_ready, only_choice, why_not
@@ -94,6 +107,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     q, k, v = as_kernels_read(q, k, v)
     if request.dropout is not None:
         return with_dropout(attend, q, k, v, request)
+    if context.is_transformed and not context.is_invariant and request.backend != "reference":
+        with_tangents = _attend_forward(q, k, v, request)
+        if with_tangents is not None:
+            return with_tangents
     has_more = request.score is not None or request.params or request.q_offset is not None
     if held is not None and held.owns_tensors and not (has_more or context.has_transforms):
         results = _attend_by_plan(q, k, v, held, request, context)
@@ -202,6 +219,49 @@ def _attend_by_plan(
         held.keep(key, Launch(result.ready, planned.plans, has_faster=result.faster is not None), state)
         _keep_kind(known, result, planned)
     return with_sinks_of(result, request)
+
+
+def _attend_forward(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Results | None:
+    """Return output and lse with their tangents, or None if the reference must differentiate its own operations."""
+    if computes_nothing(q, k, v):
+        return None
+    request = without_plan(q, k, request)
+    duals = tangents.Duals.of(q, k, v, (request.mask, request.score, dict(request.params), request.block_mask,
+                                        request.q_offset, request.sink_logits))  # fmt: skip
+    if duals is None:
+        return None
+    mask, score, params, block_mask, q_offset, sinks = duals.others
+    request = request._replace(
+        mask=mask, score=score, params=params, block_mask=block_mask, q_offset=q_offset, sink_logits=sinks
+    )
+    with compat.outside_forward_derivatives():
+        out, lse, *of_results = _with_tangents(duals, request)
+    results = [forward_ad.make_dual(x, tangent) for x, tangent in zip((out, lse), of_results, strict=True)]
+    return results[0], results[1] if request.return_lse else None
+
+
+def _with_tangents(duals: tangents.Duals, request: Request) -> tuple[Tensor, ...]:
+    """Return output, lse and their tangents."""
+    q, k, v = duals.qkv
+    context = Context.now(q.device)
+    for_tangents = request._replace(backend="tangents", sink_logits=None, return_lse=True, kernel_options=None)
+    ready = plan_again(q, k, v, for_tangents)
+    if ready is None:
+        planned = plan_call(q, k, v, for_tangents._replace(backend="auto"), context)
+        ready = tangents.TangentKernel(planned.call).ready(Inputs(q, k, v, None, planned.plans))
+        known = known_call(q, k, v, for_tangents, context)
+        if known is not None and not context.is_capturing:
+            keep(known, Result(q, None, ready), planned)
+    kernel, (form,) = cast(tangents.TangentKernel, ready.kernel), ready.forms
+    learns = learns_any((q, k, v)) or request.sink_logits is not None
+    results = None
+    if request.backend != "auto" or learns or not kernel.gives_output(q, v, form):
+        out, lse = attend(q, k, v, request._replace(return_lse=True))
+        results = out, cast(Tensor, lse)
+    try:
+        return kernel.run(duals.qkv, duals.tangents, results, form)
+    except Unavailable:  # Triton has failed, and is not asked again
+        return _with_tangents(duals, request)
 
 
 def _check_of_tensors(q: Tensor, k: Tensor, request: Request) -> Callable[[], None]:

@@ -25,6 +25,7 @@ WHAT = {
     "trees": "training on answers to shared prompts, as trees and without sharing",
     "rollouts": "a policy step on 4, 8 and 16 answers to each prompt, as trees and padded",
     "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
+    "tangents": "forward mode (torch.func.jvp) against forward passes, and second order",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
 # Options of some benchmarks; the others measure steps that `--only` chooses.

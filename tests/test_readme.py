@@ -40,6 +40,7 @@ from benchmarks import ranks as bench_ranks
 from benchmarks import rollouts as bench_rollouts
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
+from benchmarks import tangents as bench_tangents
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
 from flexmasks.backends import measured_times, times
@@ -187,6 +188,12 @@ def biases() -> str:
     return bench_biases.markdown(results("biases_gpu"))
 
 
+def tangents() -> str:
+    """Return what forward mode costs."""
+    exists = (RESULTS / "tangents_gpu.json").exists()
+    return bench_tangents.markdown(results("tangents_gpu")) if exists else "Not measured yet."
+
+
 def invariant() -> str:
     """Return what the same bits in any batch cost."""
     return bench_invariant.markdown(results("invariant_gpu"))
@@ -249,6 +256,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},
+    "recipes/results/tangents.md": {"tangents_gpu": tangents},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/planted.md": {"planted": faults},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},

@@ -46,6 +46,20 @@ def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out.masked_fill(lse == -math.inf, 0.0), lse[..., 0], weights
 
 
+def tangents(
+    scores: Tensor, slopes: Tensor, v: Tensor, v_tangent: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tangents of output and lse, given those of the scores and of v.
+
+    out, lse: of these scores, with attention sinks folded in or without.
+    """
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    slopes = weights * slopes
+    of_lse = slopes.sum(-1)
+    of_out = (_grouped(weights, v) @ v_tangent + _grouped(slopes, v) @ v).reshape(out.shape)
+    return of_out - of_lse[..., None] * out, of_lse
+
+
 def exponentials(
     scores: Tensor,
     of_distances: Callable[[Tensor, Tensor], Tensor] = lambda scores, peak: (scores - peak).exp_(),

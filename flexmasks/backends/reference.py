@@ -164,8 +164,9 @@ def attend(
         score_mod = with_views(score_mod)
         learned = learned_by(score_mod, q.device)
     by_slices = functools.partial(
-        attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check
-    )
+        attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check,
+        learned=learned,
+    )  # fmt: skip
     if learned is None:
         return by_slices(q, k, v)
     tiles = Tiles(q, k, score_mod, visible, scale)

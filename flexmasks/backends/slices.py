@@ -1,16 +1,17 @@
 """Attention by slices: the reference backend's way that torch itself can differentiate, transform and trace.
 
 A slice is some queries of all heads, against the run of keys from the first to the last that their blocks reach. A
-slice has at most `_MAX_SCORES` scores, and its backward pass computes them again. Unlike `flexmasks.backends.tiles`,
-which is faster, all of it is made of operations that torch differentiates.
+slice has at most `_MAX_SCORES` scores. All its derivatives compute them again, those of any order, so that memory never
+grows with Q x KV. Unlike `flexmasks.backends.tiles`, which is faster, all of it is made of operations that torch
+differentiates.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmasks import compat
 from flexmasks.backends.call import exports_any_length
-from flexmasks.backends.plain import attend, precise_dtype, scores_of
+from flexmasks.backends.plain import attend, precise_dtype, scores_of, tangents
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
 from flexmasks.context import is_traced_or_transformed
@@ -80,6 +81,7 @@ def attend_by_slices(
     scale: float | None,
     functions: OverIndices | None = None,
     check: Callable[[], None] | None = None,
+    learned: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse as `reference.attend` does, by operations that torch differentiates.
 
@@ -87,33 +89,93 @@ def attend_by_slices(
     functions: `score_mod` and the mask's function over indices, if torch.compile traces the call, which cannot always
         trace how vmap makes them.
     check: called before these functions run, also when the backward pass computes scores again.
+    learned: the tensors that `score_mod` reads and that need a gradient, None if they are not known. Then the second
+        derivatives of a call keep all its scores.
     """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
     may_read, is_in_graph = not is_traced_or_transformed(), functions is not None
     all_finite = may_read and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
-    if functions is None:
-        of_scores = None if score_mod is None else functools.partial(over_visible, score_mod)
-        functions = OverIndices(over_indices(cast(Visible, visible).mask_mod), of_scores)
+    functions = functions or _over_indices(cast(Visible, visible), score_mod)
     shared = _Shared(visible, functions, scale, may_read, all_finite, check)
     outs, lses = [], []
     parts = _traced_slices(q, k) if is_in_graph else _slices(cast(Visible, visible), q, k, may_read)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
+        of_slice = functools.partial(_attend_slice, part=part, shared=shared)
+        if may_read and learned is not None:
+            out, lse = _recomputed(of_slice, learned, *inputs)
         # One slice alone needs no more memory if it is kept.
-        if torch.is_grad_enabled() and (may_read or (is_in_graph and len(parts) > 1)):
-            out, lse = checkpoint(
-                functools.partial(_attend_slice, part=part, shared=shared),
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+        elif torch.is_grad_enabled() and (may_read or (is_in_graph and len(parts) > 1)):
+            out, lse = checkpoint(of_slice, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            out, lse = _attend_slice(*inputs, part, shared)
+            out, lse = of_slice(*inputs)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _over_indices(visible: Visible, score_mod: Callable[..., Tensor] | None) -> OverIndices:
+    of_scores = None if score_mod is None else functools.partial(over_visible, score_mod)
+    return OverIndices(over_indices(visible.mask_mod), of_scores)
+
+
+# --- derivatives of any order that keep nothing but their inputs ---
+
+
+def _recomputed(function: Callable[..., tuple[Tensor, ...]], learned: Sequence[Tensor], *inputs: Tensor) -> Any:
+    """Return the results of a function, of which only its inputs are kept for its derivatives.
+
+    learned: tensors that the function reads by itself, and that need a gradient.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*learned, *inputs))):
+        return function(*inputs)
+    return Recomputed.apply(lambda *given: function(*given[len(learned) :]), len(learned), *learned, *inputs)
+
+
+class Recomputed(torch.autograd.Function):
+    """A function of tensors, computed again by its backward pass, which is such a function, too."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[Tensor, ...]], count: Any, *tensors: Tensor) -> Any:
+        """count: of the tensors in front, which the function has by itself."""
+        ctx.function, ctx.count = function, count
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        gradients = functools.partial(_gradients, ctx.function, ctx.count, needed)
+        if torch.is_grad_enabled():
+            found = iter(Recomputed.apply(gradients, ctx.count, *tensors, *grads))
+        else:
+            found = iter(gradients(*tensors, *grads))
+        return None, None, *(next(found) if need else None for need in needed)
+
+
+def _gradients(
+    function: Callable[..., tuple[Tensor, ...]], count: int, needed: Sequence[bool], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of those inputs of a function that need one.
+
+    tensors: its inputs, and the gradients of its results.
+    """
+    inputs, grads = tensors[: len(needed)], tensors[len(needed) :]
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        aliases = [x.view_as(x) if differentiable and x.requires_grad else x.detach() for x in inputs[count:]]
+        given = [
+            *inputs[:count],
+            *(x.requires_grad_(need or x.requires_grad) for x, need in zip(aliases, needed[count:], strict=True)),
+        ]
+        results = function(*given)
+    wanted = [x for x, need in zip(given, needed, strict=True) if need]
+    return torch.autograd.grad(results, wanted, grads, create_graph=differentiable, materialize_grads=True)
+
+
+# --- the slices ---
 
 
 def _slices(visible: Visible, q: Tensor, k: Tensor, may_read: bool) -> list[_Slice]:
@@ -187,6 +249,76 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
         bad_values = is_weighted @ bad_v.repeat_interleave(heads_per_group, 1).to(precise)
         out = torch.where(bad_values > 0, math.nan, out)
     return out.to(dtype), lse
+
+
+def tangents_by_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tangent: Tensor,
+    k_tangent: Tensor,
+    v_tangent: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    visible: Visible,
+    scale: float,
+    learned: Sequence[Tensor] | None,
+    check: Callable[[], None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the tangents of output and lse, which torch can differentiate; see `attend_by_slices`."""
+    shared = _Shared(visible, _over_indices(visible, score_mod), scale, True, True, check)
+    of_slices = []
+    for part in _slices(visible, q, k, may_read=True):
+        rows, keys = slice(part.q_start, part.q_stop), slice(part.kv_start, part.kv_stop)
+        inputs = (
+            *(x[:, :, rows] for x in (q, q_tangent, out, lse)),
+            *(x[:, :, keys] for x in (k, k_tangent, v, v_tangent)),
+        )
+        of_slice = functools.partial(_tangents_of_slice, part=part, shared=shared)
+        of_slices.append(of_slice(*inputs) if learned is None else _recomputed(of_slice, learned, *inputs))
+    of_out, of_lse = zip(*of_slices, strict=True)
+    return torch.cat(of_out, 2), torch.cat(of_lse, 2)
+
+
+def _tangents_of_slice(
+    q: Tensor,
+    q_tangent: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    k_tangent: Tensor,
+    v: Tensor,
+    v_tangent: Tensor,
+    part: _Slice,
+    shared: _Shared,
+) -> tuple[Tensor, Tensor]:
+    if shared.check is not None:
+        shared.check()
+    dtype, precise = out.dtype, precise_dtype(q)
+    q, q_tangent, out, k, k_tangent, v, v_tangent = (
+        x.to(precise) for x in (q, q_tangent, out, k, k_tangent, v, v_tangent)
+    )
+    b, h = (positions(n, q.device) for n in q.shape[:2])
+    indices = positions(part.q_stop, q.device, part.q_start), positions(part.kv_stop, q.device, part.kv_start)
+    visible, score = _visible(part, shared, (len(b), len(h)), *indices), shared.functions.score
+    scores = scores_of(q, k, shared.scale, None, None)
+    slopes = scores_of(q_tangent, k, shared.scale, None, None) + scores_of(q, k_tangent, shared.scale, None, None)
+    if score is not None:
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad():
+            before = scores.view_as(scores) if scores.requires_grad else scores.detach().requires_grad_()
+            scores = score(visible, before, b, h, *indices).to(precise)
+        factor = torch.zeros_like(scores)
+        if scores.requires_grad:  # a changed score depends on its own score alone: one gradient has all derivatives
+            (factor,) = torch.autograd.grad(
+                scores, before, torch.ones_like(scores), create_graph=differentiable, materialize_grads=True
+            )
+        scores, slopes = scores if differentiable else scores.detach(), slopes * factor
+    if visible is not None:
+        scores, slopes = torch.where(visible, scores, -math.inf), torch.where(visible, slopes, 0.0)
+    of_out, of_lse = tangents(scores, slopes, v, v_tangent, out, lse)
+    return of_out.to(dtype), of_lse
 
 
 def _visible(

@@ -1,0 +1,272 @@
+"""The Triton kernel of attention in forward mode: the tangent of the output, and with it output and lse.
+
+A program takes some queries of a head, and goes over the blocks of keys that they see, in steps of KEYS keys; it reads
+the bits of partial blocks. With s = scale q k^T, its tangent s' = scale (q' k^T + q k'^T) and p = softmax(s), the
+tangent of the lse is p . s', and that of the output p v' + (p s') v - (p . s') out, of which the first two products
+have one accumulator. If output and lse are given, p is known at once: five products of matrices, for the two of
+attention alone. If not, output and lse are computed too, by a running softmax: six products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmasks.cache import Launches
+from flexmasks.kernels.direct import on, with_rows_together
+from flexmasks.kernels.launches import (
+    Launch,
+    compiled,
+    dot_type,
+    layouts_of,
+    names_of_strides,
+    new,
+    strides_of,
+    width_of,
+    with_grain,
+)
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _rows_at(x, stride, rows, is_row, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, ALL: tl.constexpr):
+    """Rows [rows, WIDTH] of q, k, v or their tangents, 0 from column SIZE on and, without ALL, where there are none."""
+    column = tl.arange(0, WIDTH)[None, :]
+    at = x + rows.to(tl.int64)[:, None] * (stride * GRAIN) + column
+    if ALL and SIZE == WIDTH:
+        values = tl.load(at)
+    elif ALL:
+        values = tl.load(at, mask=column < SIZE, other=0.0)
+    else:
+        values = tl.load(at, mask=is_row[:, None] & (column < SIZE), other=0.0)
+    return values
+
+
+@triton.jit
+def _add_blocks(
+    row_max, total, slope, acc_out, acc, q, q_tangent, k, v, k_tangent, v_tangent, blocks, count, words, table,
+    place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, GRAIN: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    DOT: tl.constexpr, PARTIAL: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """Add the blocks of a list to the accumulators.
+
+    row_max, total: of a running softmax in base 2. With KNOWN, row_max is the lse in base 2, and total is not used.
+    place: the rows' places in their block of queries.
+    """
+    STEPS: tl.constexpr = BLOCK_KV // KEYS
+    steps = count * STEPS
+    next_block = tl.load(blocks, mask=steps > 0, other=0)  # one step ahead, so that the loop can be pipelined
+    for step in tl.range(0, steps, num_stages=STAGES):
+        block = next_block
+        next_block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
+        in_block = (step % STEPS) * KEYS + tl.arange(0, KEYS)
+        key = block * BLOCK_KV + in_block
+        is_key = key < keys
+        ks = _rows_at(k, k_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
+        k_tangents = _rows_at(k_tangent, k_tangent_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
+        scores = tl.dot(q, tl.trans(ks), input_precision="ieee") * (scale * _LOG2_E)
+        slopes = tl.dot(q_tangent, tl.trans(ks), input_precision="ieee")
+        slopes = tl.dot(q, tl.trans(k_tangents), slopes, input_precision="ieee") * scale
+        if PARTIAL:
+            number = tl.load(table + block)
+            at = (number.to(tl.int64) * BLOCK_Q + place)[:, None] * (BLOCK_KV // 32) + (in_block // 32)[None, :]
+            is_visible = ((tl.load(words + at) >> (in_block % 32)[None, :]) & 1) != 0
+            scores = tl.where(is_visible, scores, float("-inf"))
+            slopes = tl.where(is_visible, slopes, 0.0)
+        if not EVEN:
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+        if KNOWN:
+            weights = tl.exp2(scores - row_max[:, None])
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
+            weights = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(row_max - base)
+            row_max = new_max
+            total = total * kept + tl.sum(weights, 1)
+            slope = slope * kept
+            acc = acc * kept[:, None]
+            acc_out = acc_out * kept[:, None]
+        slopes = weights * slopes
+        slope += tl.sum(slopes, 1)
+        vs = _rows_at(v, v_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
+        v_tangents = _rows_at(v_tangent, v_tangent_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
+        if not KNOWN:
+            acc_out = tl.dot(weights.to(DOT), vs, acc_out, input_precision="ieee")
+        acc = tl.dot(weights.to(DOT), v_tangents, acc, input_precision="ieee")
+        acc = tl.dot(slopes.to(DOT), vs, acc, input_precision="ieee")
+    return row_max, total, slope, acc_out, acc
+
+
+# Sizes and strides change from call to call: Triton must compile no kernel for each of their values.
+_VARYING = [
+    *("queries", "keys", "heads", "columns", "full_columns", "table_columns"),
+    *("counts_batch", "counts_head", "indices_batch", "indices_head", "full_counts_batch", "full_counts_head"),
+    *("full_batch", "full_head", "table_batch", "table_head"),
+    *names_of_strides("q k v q_tangent k_tangent v_tangent out out_tangent", "batch head row"),
+]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def tangent_kernel(
+    out, lse, out_tangent, lse_tangent, q, k, v, q_tangent, k_tangent, v_tangent,
+    counts, indices, full_counts, full, words, table, scale,
+    queries, keys, heads, columns, full_columns, table_columns,
+    counts_batch, counts_head, indices_batch, indices_head, full_counts_batch, full_counts_head,
+    full_batch, full_head, table_batch, table_head,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    q_tangent_batch, q_tangent_head, q_tangent_row, k_tangent_batch, k_tangent_head, k_tangent_row,
+    v_tangent_batch, v_tangent_head, v_tangent_row,
+    out_batch, out_head, out_row, out_tangent_batch, out_tangent_head, out_tangent_row,
+    GROUP: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """Write the tangents of output and lse, and without KNOWN output and lse, which are read otherwise.
+
+    lse, lse_tangent: float32, contiguous [B, H, Q]. counts, indices, full_counts, full, words, table: see `MaskData`.
+    The last blocks of queries are taken first: under causal masks they see most keys.
+    """
+    parts = tl.cdiv(queries, ROWS)
+    number = tl.program_id(0)
+    part = parts - 1 - number % parts
+    head = (number // parts) % heads
+    b = (number // parts // heads).to(tl.int64)
+    h = head.to(tl.int64)
+    key_head = h // GROUP
+    row = part * ROWS + tl.arange(0, ROWS)
+    is_row = row < queries
+    line = (part * ROWS) // BLOCK_Q
+    place = row - line * BLOCK_Q
+    q += (b * q_batch + h * q_head) * GRAIN
+    q_tangent += (b * q_tangent_batch + h * q_tangent_head) * GRAIN
+    k += (b * k_batch + key_head * k_head) * GRAIN
+    k_tangent += (b * k_tangent_batch + key_head * k_tangent_head) * GRAIN
+    v += (b * v_batch + key_head * v_head) * GRAIN
+    v_tangent += (b * v_tangent_batch + key_head * v_tangent_head) * GRAIN
+    qs = _rows_at(q, q_row, row, is_row, K_SIZE, K_WIDTH, GRAIN, EVEN_ROWS).to(DOT)
+    q_tangents = _rows_at(q_tangent, q_tangent_row, row, is_row, K_SIZE, K_WIDTH, GRAIN, EVEN_ROWS).to(DOT)
+    of_rows = (b * heads + head) * queries + row
+    slope = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
+    if KNOWN:
+        row_max = tl.load(lse + of_rows, mask=is_row, other=0.0) * _LOG2_E
+        row_max = tl.where(row_max == float("-inf"), 0.0, row_max)  # rows that see nothing: all weights are 0
+        acc_out = total
+    else:
+        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+        acc_out = tl.zeros((ROWS, V_WIDTH), tl.float32)
+    count = tl.load(counts + b * counts_batch + h * counts_head + line)
+    blocks = indices + b * indices_batch + h * indices_head + line * columns
+    table += b * table_batch + h * table_head + line * table_columns
+    row_max, total, slope, acc_out, acc = _add_blocks(
+        row_max, total, slope, acc_out, acc, qs, q_tangents, k, v, k_tangent, v_tangent, blocks, count, words, table,
+        place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
+        K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, BLOCK_Q, BLOCK_KV, KEYS, STAGES, EVEN, DOT, True, KNOWN,
+    )  # fmt: skip
+    count = tl.load(full_counts + b * full_counts_batch + h * full_counts_head + line)
+    blocks = full + b * full_batch + h * full_head + line * full_columns
+    row_max, total, slope, acc_out, acc = _add_blocks(
+        row_max, total, slope, acc_out, acc, qs, q_tangents, k, v, k_tangent, v_tangent, blocks, count, words, table,
+        place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
+        K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, BLOCK_Q, BLOCK_KV, KEYS, STAGES, EVEN, DOT, False, KNOWN,
+    )  # fmt: skip
+    column = tl.arange(0, V_WIDTH)[None, :]
+    is_written = is_row[:, None] & (column < V_SIZE)
+    out += (b * out_batch + h * out_head) * GRAIN
+    at = out + row.to(tl.int64)[:, None] * (out_row * GRAIN) + column
+    if KNOWN:
+        result = tl.load(at, mask=is_written, other=0.0).to(tl.float32)
+    else:
+        total = tl.where(total == 0, 1.0, total)
+        result = acc_out / total[:, None]
+        acc = acc / total[:, None]
+        slope = slope / total
+        tl.store(at, result.to(out.dtype.element_ty), mask=is_written)
+        tl.store(lse + of_rows, (row_max + tl.log2(total)) * _LN_2, mask=is_row)
+    out_tangent += (b * out_tangent_batch + h * out_tangent_head) * GRAIN
+    at = out_tangent + row.to(tl.int64)[:, None] * (out_tangent_row * GRAIN) + column
+    tl.store(at, (acc - slope[:, None] * result).to(out_tangent.dtype.element_ty), mask=is_written)
+    tl.store(lse_tangent + of_rows, slope, mask=is_row)
+
+
+class Settings(NamedTuple):
+    """The queries and keys of a program or of a step, and the settings of a kernel."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the bytes of a row of q, k or v, up to which they are for.
+TILES = {
+    128: Settings(128, 64, 8, 3),
+    256: Settings(128, 64, 8, 2),
+    512: Settings(64, 32, 4, 2),
+    1024: Settings(32, 32, 4, 1),
+}
+_launches: Launches[Launch] = Launches("tangents")
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernel has tiles for the size of a head."""
+    return _bytes_of_row(q, v) <= max(TILES)
+
+
+def _bytes_of_row(q: Tensor, v: Tensor) -> int:
+    return max(width_of(q.shape[3]), width_of(v.shape[3])) * q.element_size()
+
+
+def tangents_of(
+    q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor, Tensor, Tensor], blocks: tuple[Tensor, ...],
+    scale: float, results: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output and lse, and their tangents, [B, H, Q, Dv] and float32 [B, H, Q].
+
+    q, k, v: [B, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv] of one dtype; H is a multiple of Hkv.
+    blocks: the lists of partial and of full blocks and the bits of partial ones, as `MaskData` has them: counts, int32
+        [B or 1, H or 1, rows], and indices [B or 1, H or 1, rows, columns] of both, words, and their table.
+    results: output and lse if they are known, with attention sinks folded in or without.
+    """
+    q, k, v, *along = with_rows_together(q, k, v, *(t.to(q.dtype) for t in tangents))
+    out, lse = results or (q.new_empty(*q.shape[:3], v.shape[3]), new(q.shape[:3], torch.float32, q.device))
+    (out,), lse = with_rows_together(out), lse.contiguous()
+    tensors = out, lse, torch.empty_like(out), torch.empty_like(lse), q, k, v, *along, *blocks
+    key = (q.device.index, results is None, *layouts_of(*tensors))
+    launch = _launches.get(key)
+    with on(q.device):
+        if launch is None:
+            launch = _compiled(tensors, scale, results is not None)
+            _launches.keep(key, launch)
+        launch(tensors, (scale,))
+    return tensors[0], tensors[1], tensors[2], tensors[3]
+
+
+def _compiled(tensors: tuple[Tensor, ...], scale: float, is_known: bool) -> Launch:
+    out, _, out_tangent, _, q, k, v, *along = tensors[:10]
+    _, indices, _, full, words, table = tensors[10:]
+    of_rows = _bytes_of_row(q, v)
+    tiles = next(tiles for most, tiles in TILES.items() if of_rows <= most)
+    block_size = words.shape[1], words.shape[2] * 32
+    rows, keys = min(tiles.rows, block_size[0]), min(tiles.keys, block_size[1])
+    (batch, heads, queries, size), kv_len = q.shape, k.shape[2]
+    grain, strides = with_grain([n for x in (q, k, v, *along, out, out_tangent) for n in strides_of(x, 3)])
+    lists = [n for x in (*tensors[10:14], table) for n in strides_of(x, 2)]
+    columns = indices.stride(2), full.stride(2), table.stride(2)
+    fixed = (
+        *(queries, kv_len, heads, *columns, *lists, *strides),
+        *(heads // k.shape[1], size, v.shape[3], width_of(size), width_of(v.shape[3]), grain),
+        *(*block_size, rows, keys, tiles.stages, queries % rows == 0, kv_len % block_size[1] == 0),
+        *(dot_type(q.dtype, tangent_kernel), is_known),
+    )
+    return compiled(tangent_kernel, batch * heads * -(-queries // rows), tiles.warps, tensors, (scale,), fixed)
