@@ -356,7 +356,8 @@ def _obstacle_to_trees(file: str, kinds: tuple[str, ...]) -> str:
     """Why models of a file with these kinds of layers mix the sequences of a tree, or ""."""
     from transformers import PreTrainedModel
 
-    classes = [x for x in vars(sys.modules.get(file, object)).values() if isinstance(x, type) and x.__module__ == file]
+    found = vars(sys.modules.get(file, object)).values()
+    classes: list[Any] = [x for x in found if isinstance(x, type) and x.__module__ == file]
     models = [x for x in classes if issubclass(x, PreTrainedModel)]
     others = sorted(_NOT_ATTENTION.intersection(kinds))
     if others or (not kinds and any(x._is_stateful for x in models)):
