@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     set_up_process()
     # The workers of pytest and other processes inherit the choice.
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    os.environ.setdefault("FLEXMASKS_SLOW", "3" if is_whole else "1")
+    os.environ.setdefault("FLEXMASKS_SLOW", "5" if is_whole else "1")
     if "campaign" not in config.option.markexpr:
         _compile_without_optimization()
 
@@ -222,13 +222,14 @@ def _smoke_tests(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose tests and their order.
 
-    Campaigns are left out unless `-m` names them, and GPU tests are skipped without a GPU. Of the slow tests a run of
-    the whole suite draws a third each day, and leaves the others to the campaigns; a run of named files takes all. The
-    longest tests are the first: at the end the other workers would wait for them.
+    Campaigns are left out unless `-m` names them, and GPU tests are skipped without a GPU. A run of the whole suite
+    takes each slow test on one of five days, and leaves it to the campaigns on the others; a run of named files takes
+    all. The longest tests are the first: at the end the other workers would wait for them.
     """
-    seed, turns = os.environ["FLEXMASKS_SEED"], int(os.environ["FLEXMASKS_SLOW"])
+    turns = int(os.environ["FLEXMASKS_SLOW"])
+    days, day = divmod(int(os.environ["FLEXMASKS_SEED"]), turns)
     for item in items:
-        if "slow" in item.keywords and zlib.crc32(f"{seed} {item.nodeid}".encode()) % turns:
+        if "slow" in item.keywords and zlib.crc32(f"{days} {item.nodeid}".encode()) % turns != day:
             item.add_marker(pytest.mark.campaign)
     for item in _smoke_tests(items):
         item.add_marker(pytest.mark.smoke)

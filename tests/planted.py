@@ -402,7 +402,7 @@ def main() -> int:
     tests_of = {fault: recorded.tests_for(fault) for fault in chosen}
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
         # The choices of the day that was recorded: the campaigns are asked for the other tests.
-        choice = {"FLEXMASKS_SEED": (options.folder / "seed").read_text(), "FLEXMASKS_SLOW": "3"}
+        choice = {"FLEXMASKS_SEED": (options.folder / "seed").read_text(), "FLEXMASKS_SLOW": "5"}
         trial = Trial(Path(folder), options.limit, choice, options.old)
         files = {test.partition("::")[0] for tests in tests_of.values() for test in tests}
         files = {file for file in files if (ROOT / file).exists()}  # others are gone since the suite was recorded

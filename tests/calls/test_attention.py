@@ -70,7 +70,7 @@ def of_dtypes(dtypes: Sequence[torch.dtype], late: torch.dtype) -> pytest.MarkDe
         for where, dtype in itertools.product(WHERE, dtypes)
         if where.values != ("cpu", "flex")
     ]
-    of_cpu = [("cpu", "flex", dtype) for dtype in dtypes if dtype != late]
+    of_cpu = [pytest.param("cpu", "flex", dtype, marks=pytest.mark.slow) for dtype in dtypes if dtype != late]
     cases += [*one_in(len(of_cpu), of_cpu), in_campaigns(("cpu", "flex", late))]
     return pytest.mark.parametrize(("device", "backend", "dtype"), cases)
 

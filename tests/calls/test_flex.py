@@ -570,6 +570,7 @@ def test_errors_name_the_call() -> None:
             flex.flex_attention(*arguments)
 
 
+@pytest.mark.slow
 def test_where_greatest_scores_are_not_given() -> None:
     q = torch.randn(1, 1, 4, 8)
     compiled = torch.compile(lambda q: flexmasks.attention(q, q, q, return_max=True), backend="eager", fullgraph=True)

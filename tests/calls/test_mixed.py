@@ -169,7 +169,10 @@ _PAGES = [(1, 0), (16, 4), (40, 1)]
 
 @pytest.mark.parametrize(
     ("backend", "page_size", "shared"),
-    [*one_in(3, [("auto", *pages) for pages in _PAGES]), *(("reference", *pages) for pages in _PAGES)],
+    [
+        *one_in(3, [pytest.param("auto", *pages, marks=pytest.mark.slow) for pages in _PAGES]),
+        *(("reference", *pages) for pages in _PAGES),
+    ],
 )
 def test_a_server_s_step(page_size: int, shared: int, backend: str) -> None:
     """Also of sequences that share their first pages."""

@@ -30,7 +30,7 @@ from flexmasks.backends.table import BACKENDS, Backend
 from flexmasks.request import Request
 
 WHERE = [
-    pytest.param("cpu", "flex"),
+    pytest.param("cpu", "flex", marks=pytest.mark.slow),  # which compiles to C++
     pytest.param("cpu", "reference"),
     pytest.param("cuda", "flex", marks=pytest.mark.gpu),
     pytest.param("cuda", "auto", marks=pytest.mark.gpu),
@@ -133,7 +133,7 @@ def everything(b: int, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize(
     ("page_size", "columns", "queries", "device", "backend"),
     [
-        *one_in(3, [(*pages, "cpu", "flex") for pages in PAGES]),
+        *one_in(3, [pytest.param(*pages, "cpu", "flex", marks=pytest.mark.slow) for pages in PAGES]),
         *(pytest.param(*n, *at.values, marks=at.marks) for n in PAGES for at in WHERE if at.values != ("cpu", "flex")),
     ],
 )

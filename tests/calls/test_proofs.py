@@ -222,7 +222,7 @@ def check_findings(seed: int) -> None:
             assert wrong_pairs(kind, dense)[q, kv], (kind, case)
 
 
-@short_and_campaign(20, 500)
+@short_and_campaign(8, 500)
 def test_findings_of_random_masks(examples: int) -> None:
     for seed in range(FIRST, FIRST + examples):
         check_findings(seed)

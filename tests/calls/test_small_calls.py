@@ -132,6 +132,7 @@ def test_equal_calls_give_equal_bits():
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("makes_new_tensors", [False, True])
 def test_a_loop_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch, makes_new_tensors):
     q, k, v = _qkv()
@@ -147,6 +148,7 @@ def test_a_loop_is_compiled_when_it_has_taken_as_long(compiled, monkeypatch, mak
     assert flexmasks.explain(q, k, v, mask=function).backend == "flex"
 
 
+@pytest.mark.slow
 def test_named_backends_run(compiled, monkeypatch):
     q, k, v = _qkv()
     for limit in (1 << 36, 0):

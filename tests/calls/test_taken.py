@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import one_in
 from hypothesis import given
 from hypothesis import strategies as st
 from quick_kernels import quick_kernels as quick_kernels
@@ -139,7 +140,7 @@ def test_what_does_not_fit(case: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", one_in(2, [1, 2, 4]))
 def test_layout(kv_heads: int) -> None:
     """[B, S, H, D] in and out, with the lse [B, H, Q], gradients, and blocks."""
     q = torch.randn(2, 30, 4, 8, dtype=torch.float64, requires_grad=True)
@@ -166,6 +167,7 @@ def test_layouts_that_do_not_fit() -> None:
         flexmasks.attention(x[:, :20], x, x, mask="full")
 
 
+@pytest.mark.slow
 def test_names_of_flash_attn() -> None:
     q, k, v = torch.randn(3, 50, 2, 8)
     lengths = {"cu_seqlens_q": [0, 20, 50], "cu_seqlens_k": [0, 20, 50], "max_seqlen_q": 30, "max_seqlen_k": 30}

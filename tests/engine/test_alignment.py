@@ -83,7 +83,7 @@ def _own_graphs() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [n if n != "compiled" else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
 def test_every_call(call: str) -> None:
     run, (q, k) = CALLS[call], (torch.randn(1, 2, 1, 8), torch.randn(1, 2, 40, 8))
     causal = flexmasks.get_mask("causal")

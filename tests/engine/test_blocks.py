@@ -229,7 +229,7 @@ def on_tables(pick: Pick, depth: int = 3) -> str:
     return pick(["({x}) & ({y})", "({x}) & ({y})", "({x}) | ({y})", "~({x})"]).format(x=first, y=second)
 
 
-@examples_by_device(short=60, campaign=2000, cuda=200)
+@examples_by_device(short=25, campaign=2000, cuda=200)
 def test_conditions_on_tables(device: str, examples: int) -> None:
     def nothing(*_: Any) -> None: ...
 

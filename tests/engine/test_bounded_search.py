@@ -133,6 +133,7 @@ def test_work_over_many_tokens_is_bounded(bounded, name):
     assert blocks.total == 1024**2
 
 
+@pytest.mark.slow
 def test_runs_of_ids_over_a_million_tokens_are_exact(monkeypatch):
     # Where documents meet in blocks, their ids overlap those of most other blocks; 2**26 of 2**26 blocks are decided.
     length = 1 << 20

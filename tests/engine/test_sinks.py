@@ -394,7 +394,7 @@ def test_transforms(device: str, launched: list[str]) -> None:
             assert torch.allclose(got[n], exactly, 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(KERNELS_ON, marks=needs_kernels)])
+@on_devices
 @pytest.mark.parametrize("dtype", [FP32, FP16])  # Triton's interpreter does not round to bfloat16
 def test_gradients_of_sinks_are_added_sequence_by_sequence(dtype: torch.dtype, device: str) -> None:
     """Those of sequences end to end in two rows are those of each one alone, added as autograd adds them."""

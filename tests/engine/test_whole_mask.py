@@ -375,7 +375,7 @@ def _learning(name: str, device: str, dtype: torch.dtype, kv_heads: int = _H, si
 
 
 @on_devices
-@pytest.mark.parametrize("name", in_short(3, list(_BIASES)))
+@pytest.mark.parametrize("name", in_short(6, list(_BIASES)))
 def test_biases_that_learn(name: str, device: str) -> None:
     """Their gradients are sums in one order, equal at each run; new tensors at each step make no new kernels."""
     dtype = FP16 if INTERPRETED or "e" in name else BF16
@@ -402,6 +402,7 @@ def test_biases_that_learn(name: str, device: str) -> None:
         assert error(a, b, unit=unit) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", in_short(4, ["of pairs", "of heads", "of keys", "table"]))
 def test_biases_that_learn_inside_torch_compile(name: str, device: str, request: pytest.FixtureRequest) -> None:
@@ -437,7 +438,7 @@ def test_biases_that_learn_inside_torch_compile(name: str, device: str, request:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("learns", "shown"), in_short(2, list(itertools.product([True, False], ["all", "keys", "pairs", "windows"])))
+    ("learns", "shown"), in_short(4, list(itertools.product([True, False], ["all", "keys", "pairs", "windows"])))
 )
 def test_heads_of_one_tile(shown: str, learns: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs go over batch elements: here some over several of them, the last over fewer."""
@@ -511,6 +512,7 @@ def test_sizes_of_windows_and_proteins(length: int, size: int) -> None:
         assert all(map(torch.equal, got, step()))
 
 
+@pytest.mark.slow
 @on_devices
 def test_steps_with_a_bias_of_pairs(device: str) -> None:
     """A bias that a layer makes at each step, a part of a model's parameters, or one without a gradient."""
@@ -555,6 +557,7 @@ def test_other_tensors_learn_at_the_next_call(device: str) -> None:
                 assert error(x, y, unit=float(y.abs().max())) < 4 * TOLERANCE[FP16]
 
 
+@pytest.mark.slow
 @on_devices
 def test_new_lengths_and_biases_at_every_step(device: str) -> None:
     q, k, v, _ = _learning("of pairs", device, FP16)
