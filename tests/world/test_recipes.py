@@ -139,8 +139,8 @@ def test_a_system_has_what_its_row_names(row: list[str]) -> None:
 def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
     named = {recipe for row in _systems() for recipe in _links(row[1])}
     others = {
-        "biases_that_learn.py", "hugging_face_packing.py", "packed_language_model.py", "same_bits.py",
-        "sequence_on_paper.py", "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
+        *NEEDS, "biases_that_learn.py", "packed_language_model.py", "sequence_on_paper.py",
+        "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
     }  # fmt: skip
     assert named | others == set(RECIPES)
     assert not named & others
