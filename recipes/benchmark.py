@@ -18,6 +18,7 @@ WHAT = {
     "choice": "all backends, for the table of times by which the fastest is chosen",
     "intervals": "interval masks of cuDNN, against the backends here",
     "invariant": "the same bits in any batch and packing, against calls that do not promise them",
+    "dropout": "calls that drop attention weights, against calls that do not and SDPA's",
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
