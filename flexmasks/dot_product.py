@@ -60,7 +60,7 @@ def sdpa(
             takes as a mask: a Mask, a name, a plan, a function or a BlockMask; then `flexmasks.attention` runs the
             call, also inside torch.compile, and query i is at position i, as with `is_causal`; a plan or BlockMask says
             itself where queries start.
-        dropout_p: as in torch, for tensors only.
+        dropout_p: as in torch; with a mask that is no tensor, as in `flexmasks.attention`.
         is_causal: query i sees the keys 0 to i; not together with `attn_mask`.
         scale: factor of query @ key^T, 1 / sqrt(D) by default.
         enable_gqa: whether H may be a multiple of Hkv.
@@ -69,7 +69,7 @@ def sdpa(
         The output, [..., H, Q, Dv].
 
     Raises:
-        ValueError: for an `attn_mask` that is no tensor, what `flexmasks.attention` raises, and for dropout,
+        ValueError: for an `attn_mask` that is no tensor, what `flexmasks.attention` raises, and for
             `is_causal`, or grouped heads without `enable_gqa`.
         RuntimeError: torch's errors.
 
@@ -85,10 +85,11 @@ def sdpa(
         torch.Size([2, 4, 100, 16])
     """
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        _check_of_mask(query, key, dropout_p, is_causal, enable_gqa)
+        _check_of_mask(query, key, is_causal, enable_gqa)
         has_start = isinstance(attn_mask, HeldPlan) or hasattr(attn_mask, "kv_num_blocks")
         q, k, v = (_of_four(x) for x in (query, key, value))
-        out = attention(q, k, v, mask=attn_mask, q_offset=None if has_start else 0, scale=scale)
+        start = None if has_start else 0
+        out = attention(q, k, v, mask=attn_mask, q_offset=start, scale=scale, dropout_p=dropout_p)
         return out.reshape(*query.shape[:-1], value.shape[-1])
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     if attn_mask is None or is_causal or dropout_p or not _may_pay(query, key, value, attn_mask, enable_gqa):
@@ -116,13 +117,11 @@ def _of_four(x: Tensor) -> Tensor:
     return x.flatten(0, -4) if x.ndim > 4 else x.expand(*(1,) * (4 - x.ndim), *x.shape)
 
 
-def _check_of_mask(query: Tensor, key: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:
+def _check_of_mask(query: Tensor, key: Tensor, is_causal: bool, enable_gqa: bool) -> None:
     """Check what torch checks of a call with a mask that is no tensor."""
     problem = ""
     if is_causal:
         problem = "`is_causal` and `attn_mask` exclude each other; pass `mask & causal()` of flexmasks.masks"
-    elif dropout_p:
-        problem = f"`dropout_p` must be 0.0 with a mask that is no tensor, got {dropout_p}"
     elif not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
         problem = f"query has {query.shape[-3]} heads and key {key.shape[-3]}; pass `enable_gqa=True`"
     if problem:

@@ -110,15 +110,13 @@ def _attend(
     window_size, softcap, deterministic, return_attn_probs: what some of diffusers' backends take. They are named to be
         refused: diffusers leaves out what is not named, in silence.
     """
-    if dropout_p:
-        _fail(f'attention weights are never dropped, got dropout_p={dropout_p}; pass 0, or use the backend "native".')
     if tuple(window_size) != (-1, -1) or softcap or deterministic or return_attn_probs:
         _fail(
             f"the backend takes no window_size={window_size}, softcap={softcap}, deterministic={deterministic} or "
             f"return_attn_probs={return_attn_probs}; leave them out. `flexmasks.attention` has a mask for windows and "
             "a score for soft-caps, and obeys torch.use_deterministic_algorithms."
         )
-    options: dict[str, Any] = {"scale": scale, "return_lse": return_lse}
+    options: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "dropout_p": dropout_p}
     if _parallel_config is not None:
         config = _parallel_config.context_parallel_config
         return _attend_over_processes(query, key, value, attn_mask, is_causal, config, options)

@@ -200,8 +200,12 @@ def test_masks_of_this_library() -> None:
     torch.testing.assert_close(flexmasks.sdpa(*three, "causal"), TORCHS(*three, is_causal=True))
     with pytest.raises(ValueError, match=r"flexmasks\.sdpa: `is_causal` and `attn_mask` exclude each other"):
         flexmasks.sdpa(q, k, v, "causal", is_causal=True)
-    with pytest.raises(ValueError, match=r"`dropout_p` must be 0\.0 with a mask that is no tensor, got 0\.1"):
-        flexmasks.sdpa(q, k, v, causal(), 0.1)
+    torch.manual_seed(1)
+    dropped = flexmasks.sdpa(q, k, v, causal(), 0.1)
+    torch.manual_seed(1)
+    of_four = [x.flatten(0, 1) for x in (q, k, v)]
+    same = flexmasks.attention(*of_four, mask="causal", q_offset=0, dropout_p=0.1)
+    assert torch.equal(dropped.flatten(0, 1), same)
     with pytest.raises(ValueError, match="query has 4 heads and key 2; pass `enable_gqa=True`"):
         flexmasks.sdpa(q, k[:, :, :2], v[:, :, :2], causal())
     grouped = flexmasks.sdpa(q, k[:, :, :2], v[:, :, :2], causal(), enable_gqa=True)

@@ -245,10 +245,16 @@ def test_masks_and_plans() -> None:
     ), tensors, is_causal=True)  # fmt: skip
 
 
+def test_dropout() -> None:
+    torch.manual_seed(1)
+    out = dispatch_attention_fn(*inputs(), backend=FLEX, dropout_p=0.3)
+    torch.manual_seed(1)
+    assert torch.equal(out, flexmasks.attention(*inputs(), layout="bshd", q_offset=0, dropout_p=0.3))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dropout_p": 0.1}, "never dropped, got dropout_p=0.1"),
         ({"attention_kwargs": {"window_size": (3, 0)}}, r"no window_size=\(3, 0\)"),
         ({"attention_kwargs": {"softcap": 30.0}}, "softcap=30.0"),
         ({"attn_mask": "causal"}, "must be a tensor, a BlockMask, a Mask or a plan, got 'causal'"),
