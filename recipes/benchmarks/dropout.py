@@ -69,7 +69,8 @@ def _by_sdpa(case: Case, arguments: dict[str, Any]) -> Callable[..., Tensor] | N
     if case.mask == "causal":
         return functools.partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=_P)
     if "bias" in case.mask:
-        return lambda *x: F.scaled_dot_product_attention(*x, attn_mask=arguments["score"][None], dropout_p=_P)
+        bias = arguments["score"][None]
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=_P)
     return None
 
 
