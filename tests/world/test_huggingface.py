@@ -1193,6 +1193,29 @@ def test_all_causal_families(name: str, device: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("name", huggingface_families.families())
+def test_all_causal_families_by_implementations_of_transformers(name: str) -> None:
+    """A mask and a plan give what they give by "flexmasks", where transformers takes the implementation."""
+    try:
+        model, _ = huggingface_families.tiny(name)
+        given: dict[str, Any] = {"input_ids": IDS % huggingface_families.VOCABULARY, "use_cache": False}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            given["position_ids"] = DOCUMENT_PLACES
+        mask = flexmasks.masks.causal() & flexmasks.masks.document(document_ids=DOCUMENT_IDS)
+        want = model(**given, attention_mask=mask).logits
+    except Exception as error:  # of transformers, or of a model that computes with its mask
+        pytest.skip(f"{type(error).__name__}: {error}")
+    for implementation in ("sdpa", "flex_attention"):
+        try:
+            model.set_attn_implementation(implementation)
+        except ValueError:
+            continue
+        if model.config._attn_implementation == implementation:
+            for held in (mask, flexmasks.plan(mask, LENGTH, batch=BATCH)):
+                assert _greatest([model(**given, attention_mask=held).logits], [want]) < TOLERANCE
+
+
+@pytest.mark.campaign
 def test_most_causal_families_are_tried() -> None:
     names = huggingface_families.families()
     assert sum(map(huggingface_families.fits, names)) > 0.6 * len(names)

@@ -23,7 +23,7 @@ def register(name: str = "flexmasks") -> str:
 
     Every model that takes an attention function then attends by `flexmasks.attention`: exact under padding, packed
     rows, windows, chunks, soft-caps, sinks and caches, also in `generate` and inside torch.compile. Rows that see no
-    key give 0, where "eager" averages all values. Attention weights are never dropped, and never returned.
+    key give 0, where "eager" averages all values. Attention weights are never returned.
 
     A mask or a plan as a model's `attention_mask` stands for the model's own in all layers, without a key-value cache:
     `model(batch.tokens, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False)` of a batch of
