@@ -130,7 +130,8 @@ def _recomputed(function: Callable[..., tuple[Tensor, ...]], learned: Sequence[T
     learned: tensors that the function reads by itself, and that need a gradient.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*learned, *inputs))):
-        return function(*inputs)
+        with torch.no_grad():  # which a score's own derivative may leave
+            return function(*inputs)
     return Recomputed.apply(lambda *given: function(*given[len(learned) :]), len(learned), *learned, *inputs)
 
 

@@ -108,9 +108,9 @@ class TangentKernel(Kernel):
         """Return whether `run` gives output and lse, too, where no gradient is wanted."""
         if form.data is None or _failures:
             return False
-        from flexmasks.kernels.tangent_kernel import fits  # needs Triton
+        from flexmasks.kernels.tangent_kernel import tiles_for  # needs Triton
 
-        return fits(q, v)
+        return tiles_for(q, v) is not None
 
     def run(
         self, qkv: Tangents, tangents: Tangents, results: tuple[Tensor, Tensor] | None, form: Form

@@ -76,14 +76,14 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return _NO_CONTEXT if is_current else torch.cuda.device(device)
 
 
-_HOPPER = 232_448  # bytes of shared memory
+HOPPER = 232_448  # bytes of shared memory
 
 
 @compat.constant_in_graphs
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory for a program, without a GPU those of Hopper."""
     if not torch.cuda.is_available():
-        return _HOPPER
+        return HOPPER
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 

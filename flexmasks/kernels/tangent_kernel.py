@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.direct import on, with_rows_together
+from flexmasks.kernels.direct import HOPPER, on, shared_memory, with_rows_together
 from flexmasks.kernels.launches import (
     Launch,
     compiled,
@@ -46,64 +46,6 @@ def _rows_at(x, stride, rows, is_row, SIZE: tl.constexpr, WIDTH: tl.constexpr, G
     else:
         values = tl.load(at, mask=is_row[:, None] & (column < SIZE), other=0.0)
     return values
-
-
-@triton.jit
-def _add_blocks(
-    row_max, total, slope, acc_out, acc, q, q_tangent, k, v, k_tangent, v_tangent, blocks, count, words, table,
-    place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
-    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, GRAIN: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    DOT: tl.constexpr, PARTIAL: tl.constexpr, KNOWN: tl.constexpr,
-):  # fmt: skip
-    """Add the blocks of a list to the accumulators.
-
-    row_max, total: of a running softmax in base 2. With KNOWN, row_max is the lse in base 2, and total is not used.
-    place: the rows' places in their block of queries.
-    """
-    STEPS: tl.constexpr = BLOCK_KV // KEYS
-    steps = count * STEPS
-    next_block = tl.load(blocks, mask=steps > 0, other=0)  # one step ahead, so that the loop can be pipelined
-    for step in tl.range(0, steps, num_stages=STAGES):
-        block = next_block
-        next_block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
-        in_block = (step % STEPS) * KEYS + tl.arange(0, KEYS)
-        key = block * BLOCK_KV + in_block
-        is_key = key < keys
-        ks = _rows_at(k, k_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
-        k_tangents = _rows_at(k_tangent, k_tangent_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
-        scores = tl.dot(q, tl.trans(ks), input_precision="ieee") * (scale * _LOG2_E)
-        slopes = tl.dot(q_tangent, tl.trans(ks), input_precision="ieee")
-        slopes = tl.dot(q, tl.trans(k_tangents), slopes, input_precision="ieee") * scale
-        if PARTIAL:
-            number = tl.load(table + block)
-            at = (number.to(tl.int64) * BLOCK_Q + place)[:, None] * (BLOCK_KV // 32) + (in_block // 32)[None, :]
-            is_visible = ((tl.load(words + at) >> (in_block % 32)[None, :]) & 1) != 0
-            scores = tl.where(is_visible, scores, float("-inf"))
-            slopes = tl.where(is_visible, slopes, 0.0)
-        if not EVEN:
-            scores = tl.where(is_key[None, :], scores, float("-inf"))
-        if KNOWN:
-            weights = tl.exp2(scores - row_max[:, None])
-        else:
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
-            weights = tl.exp2(scores - base[:, None])
-            kept = tl.exp2(row_max - base)
-            row_max = new_max
-            total = total * kept + tl.sum(weights, 1)
-            slope = slope * kept
-            acc = acc * kept[:, None]
-            acc_out = acc_out * kept[:, None]
-        slopes = weights * slopes
-        slope += tl.sum(slopes, 1)
-        vs = _rows_at(v, v_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
-        v_tangents = _rows_at(v_tangent, v_tangent_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
-        if not KNOWN:
-            acc_out = tl.dot(weights.to(DOT), vs, acc_out, input_precision="ieee")
-        acc = tl.dot(weights.to(DOT), v_tangents, acc, input_precision="ieee")
-        acc = tl.dot(slopes.to(DOT), vs, acc, input_precision="ieee")
-    return row_max, total, slope, acc_out, acc
 
 
 # Sizes and strides change from call to call: Triton must compile no kernel for each of their values.
@@ -161,25 +103,58 @@ def tangent_kernel(
     if KNOWN:
         row_max = tl.load(lse + of_rows, mask=is_row, other=0.0) * _LOG2_E
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)  # rows that see nothing: all weights are 0
-        acc_out = total
     else:
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         acc_out = tl.zeros((ROWS, V_WIDTH), tl.float32)
-    count = tl.load(counts + b * counts_batch + h * counts_head + line)
-    blocks = indices + b * indices_batch + h * indices_head + line * columns
     table += b * table_batch + h * table_head + line * table_columns
-    row_max, total, slope, acc_out, acc = _add_blocks(
-        row_max, total, slope, acc_out, acc, qs, q_tangents, k, v, k_tangent, v_tangent, blocks, count, words, table,
-        place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
-        K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, BLOCK_Q, BLOCK_KV, KEYS, STAGES, EVEN, DOT, True, KNOWN,
-    )  # fmt: skip
-    count = tl.load(full_counts + b * full_counts_batch + h * full_counts_head + line)
-    blocks = full + b * full_batch + h * full_head + line * full_columns
-    row_max, total, slope, acc_out, acc = _add_blocks(
-        row_max, total, slope, acc_out, acc, qs, q_tangents, k, v, k_tangent, v_tangent, blocks, count, words, table,
-        place, queries, keys, scale, k_row, v_row, k_tangent_row, v_tangent_row,
-        K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, BLOCK_Q, BLOCK_KV, KEYS, STAGES, EVEN, DOT, False, KNOWN,
-    )  # fmt: skip
+    STEPS: tl.constexpr = BLOCK_KV // KEYS
+    for FULL in tl.static_range(2):
+        if FULL:
+            steps = tl.load(full_counts + b * full_counts_batch + h * full_counts_head + line) * STEPS
+            blocks = full + b * full_batch + h * full_head + line * full_columns
+        else:
+            steps = tl.load(counts + b * counts_batch + h * counts_head + line) * STEPS
+            blocks = indices + b * indices_batch + h * indices_head + line * columns
+        next_block = tl.load(blocks, mask=steps > 0, other=0)  # one step ahead, so that the loop can be pipelined
+        for step in tl.range(0, steps, num_stages=STAGES):
+            block = next_block
+            next_block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
+            in_block = (step % STEPS) * KEYS + tl.arange(0, KEYS)
+            key = block * BLOCK_KV + in_block
+            is_key = key < keys
+            ks = _rows_at(k, k_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
+            k_tangents = _rows_at(k_tangent, k_tangent_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
+            scores = tl.dot(qs, tl.trans(ks), input_precision="tf32x3") * (scale * _LOG2_E)
+            slopes = tl.dot(q_tangents, tl.trans(ks), input_precision="tf32x3")
+            slopes = tl.dot(qs, tl.trans(k_tangents), slopes, input_precision="tf32x3") * scale
+            if not FULL:
+                bits = tl.load(table + block).to(tl.int64)
+                at = (bits * BLOCK_Q + place)[:, None] * (BLOCK_KV // 32) + (in_block // 32)[None, :]
+                is_visible = ((tl.load(words + at) >> (in_block % 32)[None, :]) & 1) != 0
+                scores = tl.where(is_visible, scores, float("-inf"))
+                slopes = tl.where(is_visible, slopes, 0.0)
+            if not EVEN:
+                scores = tl.where(is_key[None, :], scores, float("-inf"))
+            if KNOWN:
+                weights = tl.exp2(scores - row_max[:, None])
+            else:
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
+                weights = tl.exp2(scores - base[:, None])
+                kept = tl.exp2(row_max - base)
+                row_max = new_max
+                total = total * kept + tl.sum(weights, 1)
+                slope = slope * kept
+                acc = acc * kept[:, None]
+                acc_out = acc_out * kept[:, None]
+            slopes = weights * slopes
+            slope += tl.sum(slopes, 1)
+            vs = _rows_at(v, v_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
+            v_tangents = _rows_at(v_tangent, v_tangent_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
+            if not KNOWN:
+                acc_out = tl.dot(weights.to(DOT), vs, acc_out, input_precision="tf32x3")
+            acc = tl.dot(weights.to(DOT), v_tangents, acc, input_precision="tf32x3")
+            acc = tl.dot(slopes.to(DOT), vs, acc, input_precision="tf32x3")
     column = tl.arange(0, V_WIDTH)[None, :]
     is_written = is_row[:, None] & (column < V_SIZE)
     out += (b * out_batch + h * out_head) * GRAIN
@@ -208,23 +183,24 @@ class Settings(NamedTuple):
     stages: int
 
 
-# By the bytes of a row of q, k or v, up to which they are for.
+# By the bytes of a number, and the width of a head up to which they are for: they fit registers and shared memory of an
+# H200. Elsewhere all but large heads take the last ones.
 TILES = {
-    128: Settings(128, 64, 8, 3),
-    256: Settings(128, 64, 8, 2),
-    512: Settings(64, 32, 4, 2),
-    1024: Settings(32, 32, 4, 1),
+    (2, 64): Settings(128, 64, 8, 3),
+    (2, 128): Settings(128, 64, 8, 2),
+    (2, 256): Settings(64, 32, 8, 2),
+    (4, 64): Settings(64, 32, 4, 2),
+    (4, 128): Settings(32, 32, 4, 2),
 }
+_SMALL = Settings(32, 32, 4, 1)
 _launches: Launches[Launch] = Launches("tangents")
 
 
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernel has tiles for the size of a head."""
-    return _bytes_of_row(q, v) <= max(TILES)
-
-
-def _bytes_of_row(q: Tensor, v: Tensor) -> int:
-    return max(width_of(q.shape[3]), width_of(v.shape[3])) * q.element_size()
+def tiles_for(q: Tensor, v: Tensor) -> Settings | None:
+    """The tiles for the dtype and the sizes of a head, None if there are none."""
+    size = max(q.shape[3], v.shape[3])
+    tiles = next((t for (item, width), t in TILES.items() if item == q.element_size() and size <= width), None)
+    return tiles if tiles is None or shared_memory(q.device) >= HOPPER else _SMALL
 
 
 def tangents_of(
@@ -255,8 +231,7 @@ def tangents_of(
 def _compiled(tensors: tuple[Tensor, ...], scale: float, is_known: bool) -> Launch:
     out, _, out_tangent, _, q, k, v, *along = tensors[:10]
     _, indices, _, full, words, table = tensors[10:]
-    of_rows = _bytes_of_row(q, v)
-    tiles = next(tiles for most, tiles in TILES.items() if of_rows <= most)
+    tiles = tiles_for(q, v) or _SMALL
     block_size = words.shape[1], words.shape[2] * 32
     rows, keys = min(tiles.rows, block_size[0]), min(tiles.keys, block_size[1])
     (batch, heads, queries, size), kv_len = q.shape, k.shape[2]
