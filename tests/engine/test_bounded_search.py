@@ -102,6 +102,7 @@ def test_exact_blocks_after_bounds(bounded, name, lengths):
     assert blocks.unknown == 0
 
 
+@pytest.mark.slow
 def test_attention_with_unknown_blocks_is_exact(bounded):
     bounded.setattr(limits, "WORK", 1)
     ids = torch.randperm(300)[torch.arange(300) // 7]

@@ -455,6 +455,7 @@ def test_new_tensors_in_data(renews: bool, monkeypatch: pytest.MonkeyPatch) -> N
         check_attention(mask(chosen))
 
 
+@pytest.mark.slow
 def test_offsets_in_data() -> None:
     table = torch.rand(200, LENGTH) > 0.5
     for offset in (7, torch.tensor([3, 50])):
@@ -706,6 +707,7 @@ def test_functions_inside_torch_compile(backend: str, monkeypatch: pytest.Monkey
             compiled_attention(*qkv(), block_mask=blocks)
 
 
+@pytest.mark.slow
 def test_lengths_that_a_graph_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products fit 32 bits at the first lengths, and not at the last one."""
     reasons: list[str] = []
@@ -764,6 +766,7 @@ def test_small_numbers_in_functions_that_only_torch_reads(name: str) -> None:
         assert error(got, expected(lambda b, h, q, kv: q >= kv)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 def test_given_blocks_in_a_checkpoint_inside_torch_compile() -> None:
     """torch traces neither vmap nor modes there, so nothing looks at the function."""
     blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, LENGTH, LENGTH, "cpu")

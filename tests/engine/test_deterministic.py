@@ -109,7 +109,7 @@ _WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", _WINDOWS)
 def test_windows_run_on_flash_attention_4(
     kind: str, is_compiled: bool, deterministic: Callable[..., None], monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,7 @@ def _cases() -> Iterator[Any]:
     for device, shapes, dtype in (("cpu", _ON_CPU, torch.float32), ("cuda", _SHAPES, torch.bfloat16)):
         for n, (shape, kind, way) in enumerate(itertools.product(shapes, KINDS, WAYS)):
             marks = [pytest.mark.gpu] if device == "cuda" else [_NEEDS_CPU]
+            marks += [pytest.mark.slow] if (device, way) == ("cpu", "compiled") else []
             yield pytest.param(device, shape, torch.float16 if n % 5 == 4 else dtype, kind, way, marks=marks)
 
 

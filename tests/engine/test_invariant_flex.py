@@ -230,6 +230,7 @@ def test_explain_knows_slots(on_cpu: None) -> None:
     assert found.compiles.startswith("yes")
 
 
+@pytest.mark.slow
 def test_graphs_give_what_calls_give(on_cpu: None) -> None:
     """Also where a compiler for debugging reads no lists of blocks."""
     q, k, v = torch.randn(3, 2, 4, 300, 16)

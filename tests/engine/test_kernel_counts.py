@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -133,7 +134,9 @@ def nested(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: torch.tanh(inner(score, b, h, q, kv))
 
 
-@pytest.mark.parametrize("backend", ["cpu without C++", *one_in(3, ["cpu"]), *ON_GPU], indirect=True)
+@pytest.mark.parametrize(
+    "backend", ["cpu without C++", pytest.param("cpu", marks=pytest.mark.slow), *ON_GPU], indirect=True
+)
 @pytest.mark.parametrize(
     "make", [scaled, *(pytest.param(make, marks=pytest.mark.campaign) for make in (by_partial, by_default, nested))]
 )
@@ -179,8 +182,9 @@ def branching(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, n: 
 _TRIL = torch.ones(30, 30, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("way", ["outside", "inside", "inside in float64"])
-@pytest.mark.parametrize("name", ["cap", "factor"])
+@pytest.mark.parametrize(
+    ("name", "way"), one_in(3, list(itertools.product(["cap", "factor"], ["outside", "inside", "inside in float64"])))
+)
 def test_an_annealed_number_compiles_few_kernels(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a new value at each step. On a CPU there are gradients inside torch.compile alone."""
     torch._dynamo.reset()
@@ -207,6 +211,7 @@ def test_an_annealed_number_compiles_few_kernels(name: str, way: str, monkeypatc
     assert counters["stats"]["unique_graphs"] - start <= (2 if trains else 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_number_that_decides_stays_constant_inside_compile(
     dynamic: bool | None, caplog: pytest.LogCaptureFixture
@@ -243,6 +248,7 @@ def by_type(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: score * n if isinstance(n, float) else score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

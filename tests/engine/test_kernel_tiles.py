@@ -105,6 +105,7 @@ def _functions_of(call: Any) -> Functions:
     return score_mod, [x.requires_grad_() for x in of_score], *flex._with_inputs(call.mask.function(on_cpu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype", "precision", "biases"),
     [

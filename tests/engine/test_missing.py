@@ -131,7 +131,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("path", one_in(6, PATHS))
+@pytest.mark.parametrize("path", one_in(12, PATHS))
 def test_a_torch_without_a_name(path: str) -> None:
     ran = fresh.run(_WITHOUT + REFUSED.get(path, ""), path)
     assert ran.returncode == 0, ran.stderr[-3000:]

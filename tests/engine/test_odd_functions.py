@@ -423,6 +423,7 @@ def compiled_functions(first: int, count: int, device: str = "cpu") -> list[str]
     return [mixed(seed) for seed in itertools.islice(seeds, count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "count"), [(0, 4), *(in_campaigns((n, 20)) for n in range(10000, 20000, 500))])
 def test_compiled_functions(first: int, count: int, judge: Judge) -> None:
     """What the look at functions lets through is right in a kernel that compiles many of them."""
