@@ -55,11 +55,15 @@ if TYPE_CHECKING:
     from flexmasks.plans.portable import safe_globals as safe_globals
     from flexmasks.softmax import masked_softmax as masked_softmax
     from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
+    from flexmasks.weighing import TopKeys as TopKeys
+    from flexmasks.weighing import key_sums as key_sums
+    from flexmasks.weighing import weights as weights
 
 __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "sdpa", "sdpa_replaced",
+    "weights", "TopKeys", "key_sums",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
     "compare", "Comparison", "check", "Finding", "Findings", "Proof", "watch",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
@@ -75,10 +79,12 @@ _MODULES = {
     "Picture": "flexmasks.pictures.picture",
     "Plan": "flexmasks.planning",
     "Proof": "flexmasks.asking.proofs",
+    "TopKeys": "flexmasks.weighing",
     "check": "flexmasks.asking.check",
     "compare": "flexmasks.asking.compare",
     "draw": "flexmasks.pictures.show",
     "show": "flexmasks.pictures.show",
+    "key_sums": "flexmasks.weighing",
     "masked_softmax": "flexmasks.softmax",
     "plan": "flexmasks.planning",
     "safe_globals": "flexmasks.plans.portable",
@@ -86,6 +92,7 @@ _MODULES = {
     "sdpa": "flexmasks.dot_product",
     "sdpa_replaced": "flexmasks.dot_product",
     "watch": "flexmasks.integrations.watching",
+    "weights": "flexmasks.weighing",
 }
 
 _LATER = ("flex", "integrations", "trees")  # modules that are imported at their first use

@@ -20,6 +20,7 @@ for pictures and counts of masks, and for kernels of your own. `flexmasks.integr
   `are_same`, `indices_in` and `value_of` read it.
 - Dropout of attention weights: `dropout_of` makes a `Dropout` of arguments, a `Seed` among them, and `shared_seed` lets
   processes draw alike.
+- The pairs of a call: `PairsOfCall` has the functions of mask and score, `over_indices` and `over_visible` run them.
 - The road of a call: `plan_of_step`, `source_of`, `under_autocast`, `copy`. `Kept` and `key_of` find again what
   was made of a mask or of tensors.
 - What is true around a call: `is_invariant` says whether it is inside `flexmasks.invariant`.
@@ -36,7 +37,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ from flexmasks.blocks.build import build, materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.difference import Difference, Side, difference
-from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.queries import first_key, queries_that_see
@@ -56,7 +57,8 @@ from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_tim
 from flexmasks.context import is_capturing, is_invariant
 from flexmasks.kernels.wide import copy
 from flexmasks.planning import Plan
-from flexmasks.plans.held import Sizes
+from flexmasks.plans.checks import check_sinks
+from flexmasks.plans.held import Sizes, without_plan
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.plans.naming import check_open_extents, named, naming
 from flexmasks.plans.portable import PortableBlockMask, function_of_lists
@@ -68,7 +70,7 @@ from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, define, definition
 from flexmasks.spec.expressions import Expression, are_same, expression_of, indices_in, recorded, value_of
 from flexmasks.spec.pairs import MaskAndScore, mask_and_score
-from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message
+from flexmasks.spec.parameters import Parameter, Size, as_number, device_named, in_message, listed
 from flexmasks.spec.parts import PartOfCall, part_of
 from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.structure import key_of as _key_of
@@ -100,7 +102,7 @@ __all__ = [
     "mask_and_score", "MaskAndScore",
     "definition_of", "inside", "tensors_of", "implied_size", "accepts", "says_all",
     "MaskOverLengths", "ScoreOverLengths", "Size", "Blocks", "Band", "band_of", "over_indices", "shown_by",
-    "reads_outside", "flatten",
+    "reads_outside", "flatten", "PairsOfCall", "over_visible",
     "PartOfCall", "part_of", "check_placements", "users_line", "whole", "as_sharded", "joined",
     "formula_of", "expression_of", "Expression", "are_same", "indices_in", "value_of",
     "Dropout", "dropout_of", "Seed", "shared_seed",
@@ -312,6 +314,64 @@ class ScoreOverLengths:
 
 
 # --- the road of a call ---
+
+
+class PairsOfCall(NamedTuple):
+    """What a call of `flexmasks.attention` computes of its pairs, for calls that look at some of them.
+
+    q, k: the queries and keys, k of q's batch size.
+    scale: the factor of q @ k^T.
+    mask: whether pairs of indices (b, h, q, kv) are visible, where q starts at 0 whatever `q_offset` is, or None if all
+        are; `over_indices` runs it.
+    score: the score change, likewise, or None; `over_visible` runs it.
+    check: raises torch's error if a tensor that both read was changed in place since.
+
+    Example:
+        >>> import torch
+        >>> from flexmasks.extend import PairsOfCall, over_indices
+        >>> q, index = torch.randn(1, 2, 100, 16), torch.arange(100)
+        >>> pairs = PairsOfCall.of(q, q, mask="sliding_window", window=4)
+        >>> over_indices(pairs.mask)(index[:1], index[:1], index[-2:], index).sum(-1)
+        tensor([[[5, 5]]])
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    mask: Callable[..., Tensor] | None
+    score: Callable[..., Tensor] | None
+    check: Callable[[], None]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, **arguments: Any) -> PairsOfCall:
+        """Check the arguments of a call: q and k, and those of `flexmasks.attention` by their names.
+
+        Raises the errors of `flexmasks.attention`, also inside torch.compile, where no value can be read.
+        """
+        from flexmasks import road  # this module and these take long to import
+        from flexmasks.backends.reference import frozen_functions
+        from flexmasks.layouts import as_kernels_read
+        from flexmasks.request import Request
+
+        road.refuse_in_graph(
+            "a call that looks at pairs is not for torch.compile; torch.compiler.disable(function) breaks the graph."
+        )
+        blocks = arguments.pop("mask") if isinstance(arguments.get("mask"), BlockMask) else None
+        request = Request(block_mask=blocks, **arguments)
+        if isinstance(q, Tensor):
+            request = request._replace(q_offset=listed(request.q_offset, q.device), scale=as_number(request.scale))
+        if request.sink_logits is not None:
+            check_sinks(q, request.sink_logits)
+        q, k, _ = as_kernels_read(q, k, k)
+        call, plans, *_ = road.plan_call(q, k, k, without_plan(q, k, request))
+        mask: Any = None if blocks is None else shown_by(blocks)
+        if blocks is None and plans.mask.mask.name != "full":
+            mask = plans.mask.bound()
+            with naming(plans.mask.mask):  # of errors that the function raises
+                materialize(mask, q.shape[0], q.shape[1], 1, 1, q.device)
+        score = None if plans.score is None else plans.score.mod()
+        scale = 1 / math.sqrt(q.shape[3]) if call.scale is None else call.scale
+        return cls(q, k, scale, *frozen_functions(mask, score, q))
 
 
 def plan_of_step(mask: Mask, q_len: int, kv_len: int, q_offset: int | Tensor) -> Plan:

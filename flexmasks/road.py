@@ -586,12 +586,10 @@ def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
 
 def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     """Return the greatest score of each query of a call, [B, H, Q], see `attention`."""
-    if compat.is_compiling():
-        fail(
-            "`return_max` is not for a call inside torch.compile; there, use flexmasks.flex.flex_attention with "
-            "return_aux=AuxRequest(max_scores=True).",
-            RuntimeError,
-        )
+    refuse_in_graph(
+        "`return_max` is not for a call inside torch.compile; there, use flexmasks.flex.flex_attention with "
+        "return_aux=AuxRequest(max_scores=True)."
+    )
     with under_autocast(q, k, v) as (q, k, v):
         q, k, v = as_kernels_read(q, k, v)
         if any_nested(q, k, v):
@@ -601,6 +599,11 @@ def greatest(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
             return torch.full(q.shape[:3], -math.inf, dtype=precise, device=q.device)
         call, (mask, score, *_), *_ = plan_call(q, k, v, without_plan(q, k, request))
         return greatest_scores(q, k, None if score is None else score.mod(), mask.block_mask, call.scale)
+
+
+def refuse_in_graph(reason: str) -> None:
+    if compat.is_compiling():
+        fail(reason, RuntimeError)
 
 
 def learned_by(score: Score | None) -> list[Tensor]:

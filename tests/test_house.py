@@ -49,7 +49,7 @@ ORDER = {
             ["dot_product", "flex"],
             ["planning"],
             ["extend"],
-            ["trees"],
+            ["trees", "weighing"],
             ["pictures"],
             ["asking"],
             ["integrations"],
@@ -64,6 +64,7 @@ FOR_DEFINITIONS = ["flexmasks.spec", "flexmasks.orders", "flexmasks.kernels.tanh
 # Rooms that build on public names and `flexmasks.extend` alone, each with the rooms whose other names it may use.
 ON_PUBLIC_NAMES = {
     "trees": (),
+    "weighing": (),
     "pictures": ("pictures",),
     "asking": ("asking", "pictures"),
     "integrations": ("integrations",),

@@ -26,6 +26,8 @@ _WITHIN = {
     "flexmasks.integrations.distributed.attention": ("flexmasks.attention:",),
     "flexmasks.varlen_attention": ("flexmasks.attention:", "flexmasks mask 'packed':"),
     "flexmasks.paged_attention": ("flexmasks.attention:",),
+    "flexmasks.weights": ("flexmasks.attention:",),
+    "flexmasks.key_sums": ("flexmasks.attention:",),
 }
 _UNKNOWN = re.compile(r"flexmasks: no parameter is named `(\w+)`; (?!did you mean)(.*)")
 

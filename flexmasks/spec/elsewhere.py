@@ -86,7 +86,7 @@ ADVICE: dict[str, str] = {
             "need_weights", "average_attn_weights", "return_weights", "return_attn_weights", "return_attention",
             "return_attention_weights", "return_attn", "output_attentions",
         ),
-        "no call returns attention weights; the log-sum-exp is return_lse=True",
+        "flexmasks.weights(q, k, mask=..., rows=...) returns attention weights, and return_lse=True the log-sum-exp",
     ),
     "sinks": "learned sinks are `sink_logits`",
     "num_splits": "leave it out: the keys are split as the call needs it",

@@ -291,7 +291,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "offsets of explain": (lambda: flexmasks.explain(Q, K, V, [0, S]), "return_lse=, backend=, kernel_options=."),
     "cu_seqlens of packed": (lambda: flexmasks.packed("causal", cu_seqlens=[0, S]), "for `cu_seqlens` write `offsets`"),
     **{
-        f"{n}": (calling("attention", **{n: True}), "no call returns attention weights")
+        f"{n}": (calling("attention", **{n: True}), "flexmasks.weights(q, k, mask=..., rows=...) returns")
         for n in ("return_weights", "return_attention_weights", "need_weights", "output_attentions")
     },
     "softmax of a name": (

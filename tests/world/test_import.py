@@ -84,6 +84,7 @@ CALLS = {
     f"{_CAUSAL}, q_offset=torch.tensor([299, 30]), backend='decode')",
     "sinks": f"{_TENSORS}{_CAUSAL}, sink_logits=torch.randn(4)).sum().backward()",
     "softmax": f"{_TENSORS}flexmasks.masked_softmax(q, mask='causal', q_offset=0).sum().backward()",
+    "weights": f"{_TENSORS}flexmasks.weights(q, k, mask='causal', rows=-1).sum().backward()",
     "block mask": "import flexmasks; flexmasks.block_mask('causal', 512)",
 }
 
@@ -123,11 +124,11 @@ def test_the_time_of_the_import() -> None:
 
 
 PUBLIC = [
-    "Comparison", "Finding", "Findings", "Mask", "Picture", "Plan", "Proof", "Score", "attention", "block_mask",
-    "cache_info", "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask",
-    "get_score", "integrations", "invariant", "list_masks", "list_scores", "masked_softmax", "masks", "orders",
-    "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
-    "scaled_masked_softmax", "scores", "sdpa", "sdpa_replaced", "show", "trees", "varlen_attention", "watch",
+    "Comparison", "Finding", "Findings", "Mask", "Picture", "Plan", "Proof", "Score", "TopKeys", "attention",
+    "block_mask", "cache_info", "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask",
+    "get_score", "integrations", "invariant", "key_sums", "list_masks", "list_scores", "masked_softmax", "masks",
+    "orders", "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
+    "scaled_masked_softmax", "scores", "sdpa", "sdpa_replaced", "show", "trees", "varlen_attention", "watch", "weights",
 ]  # fmt: skip
 
 
