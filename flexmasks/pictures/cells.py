@@ -137,6 +137,27 @@ class ScoreCells:
         return not _nearly_equal(changed, changed.narrow(dim, 0, 1).expand_as(changed))
 
 
+class WeightCells:
+    """Cells of the attention weights [Q, KV] of one batch element and head: what a query gives to the keys of a cell,
+    on average over the queries of the cell.
+    """
+
+    kind = "weights"
+
+    def __init__(self, weights: Tensor, element: str) -> None:
+        self.name, self.element = "attention weights", element
+        self.q_len, self.kv_len = weights.shape
+        self._weights = weights.detach().float().cpu()
+
+    def grid(self, rows: int, columns: int) -> Grid:
+        """At most this many rows and columns."""
+        height, width = cell = (-(-self.q_len // rows), -(-self.kv_len // columns))
+        padded = torch.nn.functional.pad(self._weights, (0, -self.kv_len % width, 0, -self.q_len % height))
+        summed = padded.unflatten(1, (-1, width)).sum(2).unflatten(0, (-1, height)).sum(1)
+        queries = (self.q_len - torch.arange(0, self.q_len, height)).clamp(max=height)
+        return Grid(summed / queries[:, None], cell)
+
+
 def short(value: Mask | Score) -> str:
     long = r"\(((?:[^(),]+, ){2}[^(),]+), (?:[^(),.]+, ){5,}[^(),]+\)"
     return re.sub(long, lambda m: f"({m[1]}, ... {m[0].count(',') + 1} values)", repr(value))

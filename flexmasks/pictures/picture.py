@@ -1,4 +1,4 @@
-"""Pictures of masks and score changes: text, SVG, and matplotlib for papers."""
+"""Pictures of masks, score changes and attention weights: text, SVG, and matplotlib for papers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.pictures import svg
-from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
+from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells, WeightCells
 from flexmasks.pictures.output import WIDEST_TEXT, check_columns, check_kind, text_width, write
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ _LINED_BLOCKS = 32  # along an axis; more blocks have no lines between them
 _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score change, from the lowest to the highest; · is 0
 
 
+Cells = MaskCells | ScoreCells | WeightCells
+
+
 class Picture(ABC):
-    """A picture of a mask or a score change.
+    """A picture of a mask, a score change or attention weights.
 
     `flexmasks.draw` returns it, `flexmasks.show` shows it. In Jupyter it shows itself as SVG, light or dark as the
     system is; printed, it is text.
@@ -180,14 +183,14 @@ class MaskPicture(Picture):
 
 
 class ScorePicture(Picture):
-    """Picture of the numbers that a score change adds to scores."""
+    """Picture of the numbers that a score change adds to scores, or of attention weights."""
 
-    def __init__(self, cells: ScoreCells) -> None:
+    def __init__(self, cells: ScoreCells | WeightCells) -> None:
         self._cells = cells
 
     def text(self, columns: int | None = None) -> str:
         cells, columns = self._cells, self._text_width(columns)
-        if cells.kind == "curve":
+        if isinstance(cells, ScoreCells) and cells.kind == "curve":
             scores, changed = (x[::10].tolist() for x in cells.curve)
             rows = [f"{s:10.4g} becomes {c:.4g}" for s, c in zip(scores, changed, strict=True)]
             return "\n".join([*rows, *_wrapped(["the same for all queries and keys", cells.element], columns)])
@@ -203,7 +206,7 @@ class ScorePicture(Picture):
 
     def svg(self, style: bool = True) -> str:
         cells = self._cells
-        if cells.kind == "curve":
+        if isinstance(cells, ScoreCells) and cells.kind == "curve":
             scores, changed = (x.tolist() for x in cells.curve)
             canvas = svg.Canvas(cells.name, "what becomes of a score, anywhere", 240, svg.left_margin(["-1000"]))
             canvas.curve(list(zip(scores, changed, strict=True)), scores[-1])
@@ -213,8 +216,9 @@ class ScorePicture(Picture):
         colors = [*(f"n{i}" for i in range(steps, 0, -1)), "k0", *(f"p{i}" for i in range(1, steps + 1))]
         classes = dict(enumerate([*colors, "card"], -steps))
         canvas, grid = _canvas(cells, _SCORE_CELLS, classes, lambda values: _levels(values, steps))
-        largest = _largest_finite(grid.values)
-        canvas.bar(colors, [(i / 4, svg.number(largest * (i / 2 - 1))) for i in range(5)])
+        lowest, largest = self._lowest, _largest_finite(grid.values)
+        shares = [(i / 4, lowest + i / 4 * (1 - lowest)) for i in range(5)]
+        canvas.bar(colors[(1 + lowest) * steps :], [(place, svg.number(largest * share)) for place, share in shares])
         if not grid.values.isfinite().all():
             canvas.swatches([("card", "not finite: hidden, where it is -inf")])
         canvas.notes([self._meaning()])
@@ -225,7 +229,7 @@ class ScorePicture(Picture):
         from matplotlib.colors import LinearSegmentedColormap
 
         cells = self._cells
-        if cells.kind == "curve":
+        if isinstance(cells, ScoreCells) and cells.kind == "curve":
             scores, changed = cells.curve
             ax.plot(scores.numpy(), changed.numpy(), color=svg.LIGHT["k3"])
             ax.plot(scores.numpy(), scores.numpy(), color=svg.LIGHT["line"], linestyle="--", linewidth=1)
@@ -233,23 +237,33 @@ class ScorePicture(Picture):
             return ax
         grid = cells.grid(_MASK_CELLS, _MASK_CELLS)
         largest = _largest_finite(grid.values)
-        colors = LinearSegmentedColormap.from_list("bias", [svg.LIGHT[name] for name in ("n8", "k0", "p8")])
-        image = _plot_cells(ax, cells, grid, colors, (-largest, largest))
+        names = ("n8", "k0", "p8")[1 + self._lowest :]
+        colors = LinearSegmentedColormap.from_list("bias", [svg.LIGHT[name] for name in names])
+        image = _plot_cells(ax, cells, grid, colors, (self._lowest * largest, largest))
         ax.figure.colorbar(image, ax=ax, label=self._meaning())
         return ax
 
     def _meaning(self) -> str:
-        return "added to each score" if self._cells.kind == "bias" else "added to a score of 1; depends on the score"
+        return {
+            "bias": "added to each score",
+            "change": "added to a score of 1; depends on the score",
+            "weights": "of a query's attention, to the keys of a cell",
+        }[self._cells.kind]
+
+    @property
+    def _lowest(self) -> int:
+        """The lowest number of the colors, in highest ones."""
+        return 0 if self._cells.kind == "weights" else -1
 
 
-def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
+def _text_grid(cells: Cells, columns: int) -> Grid:
     """Cells for text, where a character is twice as tall as wide."""
     keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
 
 
-def _text(cells: MaskCells | ScoreCells, grid: Grid, symbols: Mapping[int, str], notes: list[str], columns: int) -> str:
+def _text(cells: Cells, grid: Grid, symbols: Mapping[int, str], notes: list[str], columns: int) -> str:
     rows = ["".join(map(symbols.__getitem__, row)) for row in grid.values.tolist()]
     sizes = f"{cells.q_len} queries (down) x {cells.kv_len} keys (across)"
     sizes += f", a character is {grid.cell[0]} x {grid.cell[1]} of them"
@@ -268,7 +282,7 @@ def _wrapped(lines: Iterable[str], columns: int) -> list[str]:
 
 
 def _canvas(
-    cells: MaskCells | ScoreCells,
+    cells: Cells,
     most_cells: int,
     classes: Mapping[int, str],
     classified: Callable[[Tensor], Tensor],
@@ -294,7 +308,7 @@ def _canvas(
         most_cells //= 2
 
 
-def _subtitle(cells: MaskCells | ScoreCells) -> str:
+def _subtitle(cells: Cells) -> str:
     return ", ".join(filter(None, [f"{cells.q_len:,} queries x {cells.kv_len:,} keys", cells.element]))
 
 
@@ -327,11 +341,11 @@ def _axes(ax: Axes | None) -> Axes:
     return Figure(layout="constrained").add_subplot()
 
 
-def _plot_title(cells: MaskCells | ScoreCells) -> str:
+def _plot_title(cells: Cells) -> str:
     return "\n".join(line for line, _ in svg.title_lines(cells.name, _TITLE_COLUMNS))
 
 
-def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
+def _plot_cells(ax: Axes, cells: Cells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
     rows, columns = grid.values.shape
     extent = (0, columns * grid.cell[1], rows * grid.cell[0], 0)
     low, high = limits

@@ -20,7 +20,7 @@ from flexmasks.extend import (
     implied_size,
     says_what_to_write,
 )
-from flexmasks.pictures.cells import MaskCells, ScoreCells
+from flexmasks.pictures.cells import MaskCells, ScoreCells, WeightCells
 from flexmasks.pictures.lengths import accepted_lengths
 from flexmasks.pictures.output import CALL
 from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
@@ -42,7 +42,7 @@ def draw(
     q_offset: Alignment = None,
     **params: Any,
 ) -> Picture:
-    """Return the picture of a mask or a score change without showing it.
+    """Return the picture of a mask, a score change or attention weights without showing it.
 
     Takes the arguments of `flexmasks.show` except `columns`, and raises the same errors. The picture has `.svg()`,
     `.text(columns)`, `.save(path)` and `.plot(ax)`, and Jupyter displays it.
@@ -53,8 +53,10 @@ def draw(
         >>> picture.counts.empty, picture.counts.partial, picture.counts.full
         (28, 8, 28)
     """
-    value = _mask_or_score(mask, params)
     q_len, kv_len, b, h, batch, heads = map(as_number, (q_len, kv_len, b, h, batch, heads))
+    if isinstance(mask, Tensor) and mask.is_floating_point() and 2 <= mask.ndim <= 4 and mask.numel():
+        return _of_weights(mask[(None,) * (4 - mask.ndim)], b, h)
+    value = _mask_or_score(mask, params)
     if q_len is None:
         accepted = accepted_lengths(value, b, h)
         q_len, kv_len = accepted[0], kv_len or accepted[1]
@@ -63,9 +65,7 @@ def draw(
         is_sequence = isinstance(q_offset, list | tuple) or getattr(q_offset, "ndim", 0) > 0
         batch = implied_size(value, "B") or (len(cast(Tensor, q_offset)) if is_sequence else None)
     heads = implied_size(value, "H") if heads is None else heads
-    for name, index, n in (("b", b, batch), ("h", h, heads)):
-        if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
-            raise ValueError(f"{CALL}: `{name}` must be an int from 0{f' to {n - 1}' if n else ''}, got {index!r}.")
+    _check_element(b, h, batch, heads)
     batch = b + 1 if batch is None else batch
     if isinstance(value, Score):
         if heads is None:
@@ -102,7 +102,8 @@ def show(
 
     Args:
         mask: a mask as in `flexmasks.block_mask`, or a score change as in `flexmasks.attention`: a name (if a mask
-            and a score share it, the mask's), a value, or a function.
+            and a score share it, the mask's), a value, or a function; or attention weights, a floating tensor
+            [Q, KV], [H, Q, KV] or [B, H, Q, KV], of which only `b`, `h` and `columns` choose.
         q_len, kv_len: numbers of queries and keys; by default those that the parameters suggest.
         b, h: the batch element and head to draw.
         batch, heads: numbers of batch elements and heads; by default what the parameters' shapes imply, else b + 1
@@ -131,6 +132,21 @@ def show(
     """
     sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
     draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params).show(columns)
+
+
+def _check_element(b: Any, h: Any, batch: Any, heads: Any) -> None:
+    for name, index, n in (("b", b, batch), ("h", h, heads)):
+        if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
+            raise ValueError(f"{CALL}: `{name}` must be an int from 0{f' to {n - 1}' if n else ''}, got {index!r}.")
+
+
+def _of_weights(weights: Tensor, b: int, h: int) -> Picture:
+    """Return the picture of weights [B, H, Q, KV]."""
+    batch, heads = weights.shape[:2]
+    _check_element(b, h, batch, heads)
+    places = (("batch element", b, batch), ("head", h, heads))
+    element = ", ".join(f"{what} {index}" for what, index, n in places if n > 1)
+    return ScorePicture(WeightCells(weights[b, h], element))
 
 
 def html_of(value: Any) -> str:

@@ -479,6 +479,27 @@ def test_scores_are_what_they_add() -> None:
     assert isinstance(flexmasks.draw("packed", 24, inner=flexmasks.get_mask("causal"), offsets=[0, 24]).svg(), str)
 
 
+def test_weights_are_the_shares_of_queries() -> None:
+    weights = torch.rand(2, 3, 7, 10).softmax(-1)
+    cells = flexmasks.draw(weights, b=1, h=2)._cells
+    assert cells.element == "batch element 1, head 2"
+    assert torch.allclose(cells.grid(7, 10).values, weights[1, 2])
+    values, cell = cells.grid(4, 3)
+    assert cell == (2, 4)
+    for row, column in itertools.product(range(4), range(3)):
+        part = weights[1, 2, 2 * row : 2 * row + 2, 4 * column : 4 * column + 4]
+        assert torch.allclose(values[row, column], part.sum(1).mean())
+    assert torch.allclose(values.sum(1), torch.ones(4))
+    assert flexmasks.draw(torch.eye(5)).text().splitlines()[:2] == ["@····", "·@···"]
+    root = parsed(flexmasks.draw(weights[0]).svg())
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert "of a query's attention, to the keys of a cell" in texts
+    assert not any(text and text.startswith(("-", "−")) for text in texts)  # noqa: RUF001
+    for wrong in ({"h": 3}, {"b": 2}, {"h": -1}):
+        with pytest.raises(ValueError, match="must be an int from 0 to"):
+            flexmasks.draw(weights, **wrong)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 23, 64, 333, 8192])
 def test_pictures_of_scores_at_any_length(length: int) -> None:
     for score, params in (("alibi", {}), ("checkerboard", {}), ("softcap", {"cap": 30.0})):
