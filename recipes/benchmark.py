@@ -27,6 +27,7 @@ WHAT = {
     "rollouts": "a policy step on 4, 8 and 16 answers to each prompt, as trees and padded",
     "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
     "tangents": "forward mode (torch.func.jvp) against forward passes, and second order",
+    "sdpa": "masks as tensors, by flexmasks.sdpa and by torch's SDPA",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
 # Options of some benchmarks; the others measure steps that `--only` chooses.

@@ -38,6 +38,7 @@ from benchmarks import invariant as bench_invariant
 from benchmarks import models as bench_models
 from benchmarks import ranks as bench_ranks
 from benchmarks import rollouts as bench_rollouts
+from benchmarks import sdpa as bench_sdpa
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import tangents as bench_tangents
@@ -199,6 +200,11 @@ def invariant() -> str:
     return bench_invariant.markdown(results("invariant_gpu"))
 
 
+def sdpa() -> str:
+    """Return the table of masks as tensors."""
+    return bench_sdpa.markdown(results("sdpa_gpu")) if (RESULTS / "sdpa_gpu.json").exists() else "Not measured yet."
+
+
 def trees(name: str) -> str:
     """Return the table of training on trees from a results file."""
     return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -255,6 +261,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/rollouts.md": {"rollouts_gpu": functools.partial(rollouts, "rollouts_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
+    "recipes/results/sdpa.md": {"sdpa_gpu": sdpa},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},
     "recipes/results/tangents.md": {"tangents_gpu": tangents},
     "recipes/results/versions.md": {"versions": versions},
