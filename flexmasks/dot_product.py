@@ -45,7 +45,7 @@ def sdpa(
 
     Arguments, results and errors are torch's. A tensor as `attn_mask` is looked at once, by blocks of 128 x 128: what
     shows all is left out, a lower triangle becomes `is_causal`, and where a long call has enough empty blocks,
-    `flexmasks.attention` skips them. All other calls are torch's, also those without a mask, with dropout, and inside
+    `flexmasks.attention` skips them. All other calls are torch's, also those without a mask, and those inside
     torch.compile, torch.func and CUDA graphs, where no values may be read. What a tensor says is remembered until it
     changes, also in place, or dies; so layers should get the same tensor, or views of it.
 
@@ -60,7 +60,7 @@ def sdpa(
             takes as a mask: a Mask, a name, a plan, a function or a BlockMask; then `flexmasks.attention` runs the
             call, also inside torch.compile, and query i is at position i, as with `is_causal`; a plan or BlockMask says
             itself where queries start.
-        dropout_p: as in torch; with a mask that is no tensor, as in `flexmasks.attention`.
+        dropout_p: as in torch; `flexmasks.attention` draws other pairs than torch does.
         is_causal: query i sees the keys 0 to i; not together with `attn_mask`.
         scale: factor of query @ key^T, 1 / sqrt(D) by default.
         enable_gqa: whether H may be a multiple of Hkv.
@@ -69,8 +69,8 @@ def sdpa(
         The output, [..., H, Q, Dv].
 
     Raises:
-        ValueError: for an `attn_mask` that is no tensor, what `flexmasks.attention` raises, and for
-            `is_causal`, or grouped heads without `enable_gqa`.
+        ValueError: for an `attn_mask` that is no tensor, what `flexmasks.attention` raises, and for `is_causal` or
+            grouped heads without `enable_gqa`.
         RuntimeError: torch's errors.
 
     Example:
@@ -92,7 +92,12 @@ def sdpa(
         out = attention(q, k, v, mask=attn_mask, q_offset=start, scale=scale, dropout_p=dropout_p)
         return out.reshape(*query.shape[:-1], value.shape[-1])
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    if attn_mask is None or is_causal or dropout_p or not _may_pay(query, key, value, attn_mask, enable_gqa):
+    if (
+        attn_mask is None
+        or is_causal
+        or not 0 <= dropout_p < 1
+        or not _may_pay(query, key, value, attn_mask, enable_gqa)
+    ):
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
     device = query.device.type
@@ -102,13 +107,14 @@ def sdpa(
     # torch scales what it has masked as causal, which a negative scale would turn round.
     if score is None and name in (None, "causal") and (scale is None or scale > 0):
         return _torchs(query, key, value, is_causal=name == "causal", **options)
-    is_sparse = visible_blocks is not None and visible_blocks <= _MOST_BLOCKS[device]
+    most = _MOST_BLOCKS[device] / (2 if dropout_p else 1)  # with dropout a call of `attention` takes twice its time
+    is_sparse = visible_blocks is not None and visible_blocks <= most
     if device == "cpu":
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, pairs))
         is_sparse = is_sparse and not learns and q.shape[2] * k.shape[2] >= _FEWEST_PAIRS_TO_COMPILE
     if not is_sparse:
         return _torchs(query, key, value, attn_mask, **options)
-    out = attention(q, k, v, mask=mask, score=score, q_offset=0, scale=scale)
+    out = attention(q, k, v, mask=mask, score=score, q_offset=0, scale=scale, dropout_p=dropout_p)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 

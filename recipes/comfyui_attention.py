@@ -175,12 +175,12 @@ def main() -> None:
     heads, size = (24, 128) if ON_GPU else (heads, size)
     mask = regional_mask(regions, text, image, DEVICE)
     q, k, v = torch.randn(3, 1, heads, len(mask), size, device=DEVICE, dtype=DTYPE)
-    calls: dict[str, Attend] = {
-        name: lambda q, k, v, options=options: optimized_attention(
-            q, k, v, heads, mask=mask, skip_reshape=True, skip_output_reshape=True, transformer_options=options
-        )
-        for name, options in (("override by flexmasks", ours), ("torch, with the mask", plain))
-    }
+
+    def under(options: dict[str, Any]) -> Attend:
+        layout = {"skip_reshape": True, "skip_output_reshape": True}
+        return lambda q, k, v: optimized_attention(q, k, v, heads, mask=mask, transformer_options=options, **layout)
+
+    calls = {"override by flexmasks": under(ours), "torch, with the mask": under(plain)}
     rows = attention_rows(calls, heads * int(mask.sum()), q, k, v)
     finish(rows, file, f"{regions} regions of {image} tokens, each with a prompt of {text}.")
 

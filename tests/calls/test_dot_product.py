@@ -127,7 +127,8 @@ def test_torch_keeps_what_flexmasks_does_not_improve(taken: list[dict[str, Any]]
 
     assert is_torchs(q, k, v)
     assert is_torchs(q, k, v, is_causal=True)
-    assert is_torchs(q, k, v, shown, dropout_p=0.5)
+    assert is_torchs(q, k, v, shown, dropout_p=0.5)  # at twice the time, with all blocks visible
+    assert is_torchs(q, k, v, shown, dropout_p=1.0)
     assert is_torchs(q.requires_grad_(), k, v, shown)  # kernels for the CPU have no gradients
     q = q.detach()
     assert is_torchs(q.double(), k.double(), v.double(), shown)
