@@ -92,12 +92,8 @@ def sdpa(
         out = attention(q, k, v, mask=attn_mask, q_offset=start, scale=scale, dropout_p=dropout_p)
         return out.reshape(*query.shape[:-1], value.shape[-1])
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    if (
-        attn_mask is None
-        or is_causal
-        or not 0 <= dropout_p < 1
-        or not _may_pay(query, key, value, attn_mask, enable_gqa)
-    ):
+    drops_some = isinstance(dropout_p, int | float) and 0 <= dropout_p < 1
+    if attn_mask is None or is_causal or not drops_some or not _may_pay(query, key, value, attn_mask, enable_gqa):
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
     device = query.device.type
