@@ -171,7 +171,6 @@ def test_autocast_casts_the_mask_too(taken: list[dict[str, Any]]) -> None:
         lambda q, k, v, m: (q, k[:, :2], v[:, :2], m),
         lambda q, k, v, m: (q, k[..., :8], v, m),
         lambda q, k, v, m: (q, k, v, m, 2.0),
-        lambda q, k, v, m: (q, k, v, m, "0.1"),
         lambda q, k, v, m: (q[0, 0, 0], k, v, m),
         lambda q, k, v, m: (q, k, v, m[0]),
     ],
