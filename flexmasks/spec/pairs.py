@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,9 @@ class _Look(NamedTuple):
 
 
 _LOOKS: Part[_Look] = Part(PLANS, "tensors of pairs")
+# By layout the last small table that was looked at: layers make equal ones, each of its own. They then share all plans.
+_LATEST: Part[tuple[Tensor, _Look]] = Part(PLANS, "last tensors of pairs")
+_MOST_COMPARED = 1 << 20  # bytes of a table, which a GPU compares in no more time than it takes to read a value
 
 
 def mask_and_score(
@@ -98,7 +101,7 @@ def mask_and_score(
     look = _LOOKS.get(key, [owner])
     if look is None:
         with torch.no_grad(), torch.inference_mode(False):  # tensors of inference mode have no versions
-            look = _looked(_as_table(pairs.detach(), sizes, of_keys, dtype), sizes, learns)
+            look = _look(_as_table(pairs.detach(), sizes, of_keys, dtype), sizes, learns, key)
         made = 0 if look.averaged is None else 2 * look.averaged.nbytes
         _LOOKS.put(key, [owner], look, ENTRY + made + (pairs.numel() if pairs.is_floating_point() else 0))
     score = look.score
@@ -158,10 +161,25 @@ def _mask(visible: Tensor, sizes: Sequence[int]) -> Mask:
     return get_mask("dense", visible=visible)
 
 
+def _look(table: Tensor, sizes: Sequence[int], learns: bool, key: Hashable) -> _Look:
+    """Look at a table, unless the last one of this layout had equal values."""
+    if learns:
+        return _looked(table, sizes, learns)
+    for dim in range(3):
+        table = table.narrow(dim, 0, 1) if table.stride(dim) == 0 else table
+    if table.nbytes > _MOST_COMPARED:
+        return _looked(table, sizes, learns)
+    key = key, table.device
+    latest = _LATEST.get(key)
+    if latest is not None and torch.equal(latest[0], table):
+        return latest[1]
+    own = table.clone()
+    look = _looked(own, sizes, learns)
+    _LATEST.put(key, [], (own, look), ENTRY + 3 * own.nbytes)
+    return look
+
+
 def _looked(table: Tensor, sizes: Sequence[int], learns: bool) -> _Look:
-    if not learns:
-        for dim in range(3):
-            table = table.narrow(dim, 0, 1) if table.stride(dim) == 0 else table
     visible, averaged = _visible(table)
     q_len, kv_len = sizes[2:]
     no, is_causal = visible.new_zeros(()), visible.new_zeros(())

@@ -187,6 +187,19 @@ def test_a_tensor_is_looked_at_once_and_again_when_it_changes(looks: list[Tensor
     torch.testing.assert_close(flexmasks.attention(q, k, v, mask=mask, q_offset=0), exact(q, k, v, added).float())
 
 
+def test_equal_tensors_after_each_other_are_one_mask(looks: list[Tensor]) -> None:
+    """Layers that each make the mask of their model share its plan."""
+    keys = torch.rand(2, 1, 1, 40) < 0.5
+    masks = [mask_and_score(keys.clone(), SIZES).mask for _ in range(3)]
+    assert masks[0] is masks[1] is masks[2]
+    assert len(looks) == 1
+    changed = keys.logical_not()
+    q, k, v = qkv(grad=True)
+    for pairs in (changed, keys):
+        torch.testing.assert_close(ours(q, k, v, pairs), exact(q, k, v, pairs).float())
+    assert len(looks) == 3
+
+
 @pytest.mark.parametrize("make", [lambda: torch.rand(33, 40) < 0.5, lambda: torch.randn(33, 40)])
 def test_a_tensor_is_not_kept_alive(make: Any) -> None:
     flexmasks.clear_caches()
