@@ -16,7 +16,9 @@ from benchmarks.memory import peak_bytes
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.steps_tables import github_table
 from flexmasks.attention import attention
-from flexmasks.bench.clock import device_milliseconds, interleaved, wall_milliseconds
+from flexmasks.backends import tangents
+from flexmasks.bench.clock import device_milliseconds, interleaved, progress, wall_milliseconds
+from flexmasks.cache import Launches
 
 _RUNS = 7
 _IN_A_ROW = 5  # calls between two looks at the clock
@@ -151,16 +153,18 @@ def _settings_rows(case: Case, device: torch.device, runs: int) -> list[Row]:
     """Return the times of the kernel with other tiles, with output and lse known and not."""
     from flexmasks.kernels import tangent_kernel
 
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     kept = dict(tangent_kernel.TILES)
+    launches: dict[Any, Launches[Any]] = {None: tangent_kernel._launches}
 
     def with_tiles(settings: tangent_kernel.Settings, call: Callable[[], Any]) -> Any:
         tangent_kernel.TILES.update(dict.fromkeys(tangent_kernel.TILES, settings))
+        tangent_kernel._launches = launches.setdefault(settings, Launches("tangents"))
         try:
-            tangent_kernel._launches.clear()
             return call()
         finally:
             tangent_kernel.TILES.update(kept)
+            tangent_kernel._launches = launches[None]
 
     of_case = _calls(case, device)
     for rows, keys, warps, stages in itertools.chain(
@@ -170,10 +174,9 @@ def _settings_rows(case: Case, device: torch.device, runs: int) -> list[Row]:
         for name in (_JVP, _TRAINED):
             who = f"{name}: {rows} x {keys}, {warps} warps, {stages} stages"
             calls[who] = functools.partial(with_tiles, settings, of_case[name])
-            try:
-                calls[who]()
-            except Exception as error:  # too much shared memory
-                print(who, error)
+            calls[who]()
+            if tangents._failures:  # too much shared memory
+                progress(f"{who}: {tangents._failures.pop()}")
                 del calls[who]
     of_device = interleaved(calls, device, runs, device_milliseconds)
     about = {"case": case.what, "shape": case.shape, "dtype": str(case.dtype)[6:]}
