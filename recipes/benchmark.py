@@ -25,6 +25,7 @@ WHAT = {
     "ranks": "a sequence over several GPUs, against one and against torch",
     "trees": "training on answers to shared prompts, as trees and without sharing",
     "rollouts": "a policy step on 4, 8 and 16 answers to each prompt, as trees and padded",
+    "diffusers": "attention as diffusers' models call it, against diffusers' own backends",
     "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
     "tangents": "forward mode (torch.func.jvp) against forward passes, and second order",
     "sdpa": "masks as tensors, by flexmasks.sdpa and by torch's SDPA",

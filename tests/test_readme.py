@@ -32,6 +32,7 @@ from benchmarks import biases as bench_biases
 from benchmarks import blocks as bench_blocks
 from benchmarks import choice_table, limits_tables, steps_tables
 from benchmarks import data as bench_data
+from benchmarks import diffusers as bench_diffusers
 from benchmarks import documents as bench_documents
 from benchmarks import intervals as bench_intervals
 from benchmarks import invariant as bench_invariant
@@ -215,6 +216,11 @@ def rollouts(name: str) -> str:
     return bench_rollouts.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def of_diffusers(name: str) -> str:
+    """Return the table of attention as diffusers' models call it, from a results file."""
+    return bench_diffusers.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 def limits(name: str) -> str:
     """Return the tables of sinks, head sizes, small and first calls, soft-caps and neighborhoods, from a file."""
     return limits_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -259,6 +265,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "recipes/results/trees.md": {"trees_gpu": functools.partial(trees, "trees_gpu")},
     "recipes/results/rollouts.md": {"rollouts_gpu": functools.partial(rollouts, "rollouts_gpu")},
+    "recipes/results/diffusers.md": {"diffusers_gpu": functools.partial(of_diffusers, "diffusers_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
     "recipes/results/sdpa.md": {"sdpa_gpu": sdpa},
@@ -359,8 +366,8 @@ def _anchors(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "flexmasks/README.md"])
 def test_the_calls_run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if name.endswith("transformers.md"):
-        pytest.importorskip("transformers")
+    if name.endswith(("transformers.md", "guides/diffusers.md")):
+        pytest.importorskip(Path(name).stem)
     monkeypatch.chdir(tmp_path)  # pages write files
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # traced, not compiled
     for variable, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():

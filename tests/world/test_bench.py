@@ -28,6 +28,7 @@ from benchmarks import blocks as bench_blocks
 from benchmarks import choice as bench_choice
 from benchmarks import choice_table, first_calls, limits_tables, loops, peers, steps_tables
 from benchmarks import data as bench_data
+from benchmarks import diffusers as bench_diffusers
 from benchmarks import documents as bench_documents
 from benchmarks import intervals as bench_intervals
 from benchmarks import limits as bench_limits
@@ -296,6 +297,19 @@ def test_figures_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     page = bench_rollouts.markdown(results)
     assert page.count("| trees ") == 3
     assert len(re.findall(r"- (4|8|16) answers: \d+% of the tokens and -?\d+% of the time", page)) == 3
+
+
+@pytest.mark.campaign
+def test_figures_of_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All ways compute the same, but for torch's unfused flex_attention, which reads no lists of blocks."""
+    pytest.importorskip("diffusers")
+    file = tmp_path / "diffusers.json"
+    assert main(["diffusers", "--device", "cpu", "--quick", "--json", str(file)]) == 0, capsys.readouterr().err
+    results = json.loads(file.read_text())
+    compared = [r for r in results["rows"] if (r["case"], r["who"]) != ("block mask", "flex") and "difference" in r]
+    assert len(compared) == 9
+    assert all(r["difference"] < 1e-5 for r in compared)
+    assert bench_diffusers.markdown(results).count("| flexmasks  ") == 3
 
 
 @pytest.mark.campaign
