@@ -170,8 +170,8 @@ def measurements() -> str:
         "loop](serve.md), [Hugging Face models](models.md), [sequences over several GPUs](ranks.md), [biases that "
         "learn](biases.md), [masks as tensors](sdpa.md), [training on trees](trees.md), [rollouts](rollouts.md), "
         "[models of diffusers](diffusers.md), [sinks, head sizes, small and first calls, soft-caps, "
-        "neighborhoods](limits.md), [the masked softmax](softmax.md), [the same bits](invariant.md), [interval masks of "
-        "cuDNN](cudnn.md). The tests ran with [these versions](versions.md), and found [these planted "
+        "neighborhoods](limits.md), [the masked softmax](softmax.md), [the same bits](invariant.md), [interval masks "
+        "of cuDNN](cudnn.md). The tests ran with [these versions](versions.md), and found [these planted "
         "faults](planted.md).",
     ]
     for name in RECIPES:
