@@ -145,6 +145,22 @@ def test_statistics(seed: int | None) -> None:
             assert float(torch.linalg.matrix_norm(one, 2)) < 2.1 * math.sqrt(size)
 
 
+def test_words() -> None:
+    """By words with odd lower halves, p holds exactly over all keys of a row and all queries of a column."""
+    change = Dropout(0.3, SEED).kept((2, 3, 40), 50, torch.device("cpu"))
+    drawn = Dropout(0.3).kept((2, 3, 40), 50, torch.device("cpu"))
+    for words in (x.params[name] for x in (change, drawn) for name in ("q_words", "kv_words")):
+        assert (words % 2 == 1).all()
+        assert words.unique().numel() == words.numel()
+    every = (torch.arange(1 << 16) << 15 | 12345).int()
+    for one, many in (("q_words", "kv_words"), ("kv_words", "q_words")):
+        word, zeros, places = change.params[one][:1, :1, :1], torch.zeros(1 << 16).long(), torch.arange(1 << 16)
+        indices = (zeros, places) if one == "q_words" else (places, zeros)
+        given = {one: word, many: every.view(1, 1, -1), "dropped": change.params["dropped"]}
+        scores = type(change)(change._definition, given)(torch.zeros(()), zeros, zeros, *indices)
+        assert int((scores == -math.inf).sum()) == round(0.3 * (1 << 16))
+
+
 def test_words_depend_on_places_alone() -> None:
     whole = kept(Dropout(0.5, 3), 2, 3, 40, 50)
     assert torch.equal(kept(Dropout(0.5, 3), 2, 3, 30, 20), whole[:, :, :30, :20])
@@ -215,6 +231,8 @@ def test_the_whole_mask_takes_what_dropout_adds() -> None:
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    others = flexmasks.explain(q, k, k, score=lambda s, b, h, q, kv: torch.where(q > kv, s, -1.0)).others
+    assert others["short"] == "it takes only score changes that add to the score"
 
 
 @pytest.mark.parametrize("how", ["varlen", "jagged"])
