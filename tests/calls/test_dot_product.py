@@ -372,3 +372,41 @@ def test_torchs_layers(name: str, taken: list[dict[str, Any]], monkeypatch: pyte
             results.append([leaf.grad, *(p.grad for p in own.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert {str(call["mask"]).partition("(")[0] for call in taken} >= {"torch", "dense"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """With the sizes at which a GPU's calls are taken: outputs and gradients, new masks, and a mask of a CUDA graph."""
+    within = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 5e-3, "atol": 5e-3}
+    q, k, v, upstream = torch.randn(4, 2, 4, 1100, 64, device="cuda", dtype=dtype)
+    place = torch.arange(1100, device="cuda")
+    window = (place[:, None] - place).abs() < 100
+    padding = (place < torch.tensor([300, 700], device="cuda")[:, None])[:, None, None]
+    bias = torch.randn(1, 4, 1100, 1100, device="cuda", dtype=dtype)
+    masks = {
+        "window": window, "padding": padding, "all": padding | True, "causal": place[:, None] >= place,
+        "bias": bias, "bias in a window": bias.masked_fill(~window, -math.inf),
+        "lowest": torch.zeros_like(bias).masked_fill(~window | (place[:, None] < 3), torch.finfo(dtype).min),
+        "sees nothing": window & (place[:, None] > 10), "learned": bias.clone().requires_grad_(),
+    }  # fmt: skip
+    for name, mask in masks.items():
+        for given in (mask, mask.clone()):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)] + [given] * given.requires_grad
+            out, want = (run(*leaves[:3], given) for run in (flexmasks.sdpa, TORCHS))
+            torch.testing.assert_close(out, want, msg=lambda m, name=name: f"{name}: {m}", **within)
+            if name == "lowest":
+                continue  # torch's kernels differ in the gradients of such rows
+            got, exact = (torch.autograd.grad(x, leaves, upstream) for x in (out, want))
+            torch.testing.assert_close(got, exact, msg=lambda m, name=name: f"{name}: {m}", **within)
+        with torch.no_grad():
+            torch.testing.assert_close(flexmasks.sdpa(q, k, v, mask), TORCHS(q, k, v, mask), **within)
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        flexmasks.sdpa(q, k, v, window)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = flexmasks.sdpa(q, k, v, window)
+    window.logical_not_()
+    graph.replay()
+    torch.testing.assert_close(out, TORCHS(q, k, v, window), **within)
