@@ -14,10 +14,10 @@ from html import escape
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import Comparison, Mask, Plan, compare, get_mask
+from flexmasks import Comparison, Mask, Picture, Plan, compare, draw, get_mask
 from flexmasks.extend import MaskLike, says_what_to_write, shown_by
 from flexmasks.integrations.layers import LayerMask
 from flexmasks.integrations.probe import probed
@@ -36,12 +36,15 @@ class Watched(dict[str, LayerMask]):
     Attributes:
         differing: the calls whose mask is not the expected one, each with `flexmasks.compare(expected, mask, ...)`.
         unseen: the modules whose class is called attention, of which no call was seen.
+        weights: the attention weights of the calls, [B, H, Q, KV], where the model computes them, as with
+            `output_attentions=True` among its inputs; printed, there is a picture of the mean over the heads.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Mask], probe: bool, rows: Sequence[int] | None) -> None:
         super().__init__()
         self.differing: dict[str, Comparison] = {}
         self.unseen: list[str] = []
+        self.weights: dict[str, Tensor] = {}
         self._model, self._expected, self._probe, self._rows = model, expected, probe, rows
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._whole = f"{type(model).__name__} from end to end"
@@ -65,7 +68,7 @@ class Watched(dict[str, LayerMask]):
         elif "transformers" in sys.modules:
             from flexmasks.integrations.huggingface.calls import calls_heard
 
-            calls = calls_heard(self._model, self._hear)
+            calls = calls_heard(self._model, self._hear, lambda x: self.weights.update({next(reversed(self)): x}))
         with _TURN, torch.compiler.set_stance("force_eager"), calls:
             yield
         seen = {f"{name.partition(' (call')[0]}." for name in self}
@@ -126,14 +129,19 @@ class Watched(dict[str, LayerMask]):
         for mask, names in self.distinct:
             sparsity = f"{mask.sparsity:.1%} skipped in blocks of 128 x 128"
             parts.append(f"{_shortened(names)}\n{mask.title()}\n{sparsity}\n{mask.draw().text(columns)}")
+        parts += [f"{name}\n{_mean(weights).text(columns)}" for name, weights in self.weights.items()]
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{'<br>'.join(map(escape, self._findings()))}</p>"]
-        for mask, names in self.distinct:
-            title = f"<b>{escape(_shortened(names))}</b><br>{mask.sparsity:.1%} skipped in blocks of 128 x 128"
+        pictures = [
+            (_shortened(names), f"{mask.sparsity:.1%} skipped in blocks of 128 x 128", mask.draw())
+            for mask, names in self.distinct
+        ]
+        pictures += [(name, "mean over the heads", _mean(weights)) for name, weights in self.weights.items()]
+        for name, what, picture in pictures:
             style = "display: inline-block; vertical-align: top; margin: 0 1em 1em 0; max-width: 30em"
-            parts.append(f'<div style="{style}"><p>{title}</p>{mask.draw().svg()}</div>')
+            parts.append(f'<div style="{style}"><p><b>{escape(name)}</b><br>{what}</p>{picture.svg()}</div>')
         return f"<div>{''.join(parts)}</div>"
 
 
@@ -180,7 +188,7 @@ def watch(
         The masks by the names of the modules, in the order of the calls, a dictionary. Further calls of a
         module have names as "layer (call 2)". `.distinct` lists each different mask once, with the layers that have it;
         `.differing` has the comparison of each call that differs from `mask`; `.unseen` lists the modules whose class
-        is called attention, of which no call was seen.
+        is called attention, of which no call was seen; `.weights` has the attention weights of calls that return them.
 
     Raises:
         ValueError: a mask is given for calls of which none was seen, or it is for another length.
@@ -233,6 +241,11 @@ def _comparison(layer: LayerMask, expected: Mask, is_whole: bool) -> Comparison:
     while is_whole and not (further := wanted.float() @ wanted.float() > 0).equal(wanted):
         wanted = further
     return compare(wanted & rows, (found | wanted if is_whole else found) & rows, batch=layer.batch)
+
+
+def _mean(weights: Tensor) -> Picture:
+    """Return the picture of the mean of the first batch element's heads."""
+    return draw(weights[0].float().mean(0))
 
 
 def _shortened(names: list[str]) -> str:

@@ -1439,20 +1439,65 @@ def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(a, b)
 
 
-# --- bad use ---
+# --- attention weights ---
 
 
-def test_attention_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match='use attn_implementation="eager"'):
-        attend(Layer(), *_qkv(), None, output_attentions=True)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GptOss", "GPT2", "Bert", "T5", "Bart", "ViT"])
+def test_attention_weights(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of "eager" where a row sees a key, with padding, windows, soft-caps, sinks, biases and other sequences."""
+    hf_attention._warn_of_weights.cache_clear()
+    if name == "ViT":
+        inputs: dict[str, Tensor] = {"pixel_values": torch.randn(BATCH, 3, 30, 30)}
+    else:
+        inputs = {"input_ids": IDS, "attention_mask": REAL["left" if name in DECODERS else "right"].long()}
+        inputs |= {"decoder_input_ids": IDS[:, :9]} if name in ("T5", "Bart") else {}
+    got, want = (model(**inputs, output_attentions=True) for model in models(name))
+    kinds = [key for key, value in want.items() if key.endswith("attentions") and value]
+    assert len(kinds) == (3 if name in ("T5", "Bart") else 1)
+    for kind in kinds:
+        for found, wanted in zip(got[kind], want[kind], strict=True):
+            assert found.shape == wanted.shape
+            sees = found.detach().sum(-1, keepdim=True) > 0
+            assert float(((found - wanted) * sees).abs().max()) < TOLERANCE
+            assert sees.float().mean() > 0.5
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "flexmasks"]
+    assert "output_attentions=True computes the attention weights of all layers" in told
+    assert not models(name)[0](**inputs).get(kinds[0])
 
 
-def test_attention_weights_that_the_config_asks_for_are_refused() -> None:
+def test_attention_weights_learn() -> None:
+    own, eager = models("Llama")
+    outputs = [model(IDS, output_attentions=True, use_cache=False) for model in (own, eager)]
+    got, want = (
+        _gradients(m, [x.logits, *x.attentions]) for m, x in zip((own, eager), outputs, strict=True)
+    )  # fmt: skip
+    assert _greatest(got, want) < TOLERANCE
+
+
+def test_attention_weights_that_the_config_asks_for() -> None:
     config = transformers.LlamaConfig(**TEXT, output_attentions=True)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flexmasks")
-    with pytest.raises(ValueError, match='use attn_implementation="eager"'):
-        model(IDS)
+    assert len(model(IDS).attentions) == config.num_hidden_layers
     assert model(IDS, output_attentions=False).attentions is None
+    assert attend(Layer(), *_qkv(), None)[1] is None
+    assert attend(Layer(), *_qkv(), None, output_attentions=True)[1].shape == (2, 4, 20, 20)
+
+
+@pytest.mark.campaign
+def test_attention_weights_of_models_in_graphs() -> None:
+    """A compiled model returns them, and layers that are compiled one by one do not ask for them."""
+    model = models("Llama")[0]
+    with torch.no_grad():
+        want = model(IDS, output_attentions=True)
+        got = torch.compile(model, backend="eager")(IDS, output_attentions=True)
+        assert _greatest(list(got.attentions), list(want.attentions)) < TOLERANCE
+        layer = torch.compile(model.model.layers[0].self_attn, backend="eager", fullgraph=True)
+        states = torch.randn(1, 8, 32)
+        places = model.model.rotary_emb(states, torch.arange(8)[None])
+        assert layer(states, position_embeddings=places, attention_mask=None)[1] is None
+
+
+# --- bad use ---
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 20), torch.ones(2, 1, 20, 20, dtype=torch.int64), "causal"])

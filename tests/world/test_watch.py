@@ -295,6 +295,26 @@ def test_pictures_of_the_masks() -> None:
         assert [kind for kind, value in data.items() if "<svg" in value] == ["text/html"]
 
 
+@pytest.mark.parametrize("implementation", ["flexmasks", "eager", "sdpa"])
+def test_attention_weights(implementation: str) -> None:
+    """Those that a model returns are shown; torch's own kernel returns none."""
+    model = decoder(implementation)
+    found = watch(model, _ids(), output_attentions=True)
+    if implementation == "sdpa":
+        assert not found.weights
+        return
+    want = model(_ids(), output_attentions=True).attentions
+    assert list(found.weights) == list(found)
+    for weights, wanted in zip(found.weights.values(), want, strict=True):
+        assert torch.allclose(weights, wanted, atol=1e-5)
+    text, html = repr(found), found._repr_html_()
+    for name, weights in found.weights.items():
+        picture = flexmasks.draw(weights[0].mean(0))
+        assert f"{name}\n{picture.text(40)}" in text
+        assert picture.svg() in html
+    assert not watch(model, _ids()).weights
+
+
 @pytest.mark.parametrize("probe", [False, True])
 def test_the_model_and_its_library_stay_as_they_are(probe: bool) -> None:
     model = decoder("sdpa")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import Mask, Plan, attention, dense_mask, get_mask, get_score, packed, trees
+from flexmasks import Mask, Plan, attention, dense_mask, get_mask, get_score, packed, trees, weights
 from flexmasks.extend import Kept, definition_of, in_message, source_of, tensors_of
 from flexmasks.integrations.huggingface.late import (
     DecodingMask,
@@ -38,7 +38,7 @@ _FAR = 1 << 30  # above every distance
 _log = logging.getLogger("flexmasks")
 _LOOKS = itertools.islice(itertools.count(), 100)  # at positions, to warn: each waits for the device
 
-_Result = tuple[Tensor, None]
+_Result = tuple[Tensor, Tensor | None]
 _Watch = Callable[[torch.nn.Module, Tensor, Tensor, dict[str, Any]], None]
 _WATCHING: list[_Watch] = []
 
@@ -89,7 +89,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> _Result:
     """The output of a layer's attention; transformers calls this function.
 
     Args:
@@ -111,12 +111,14 @@ def attend(
         others: arguments for other attention functions.
 
     Returns:
-        The output [B, Q, H, Dv], and None in place of attention weights.
+        The output [B, Q, H, Dv], and the attention weights [B, H, Q, KV] in its dtype where the model is called with
+        `output_attentions=True`, else None.
 
     Raises:
         ValueError: the call needs something that fused attention does not have; the message says what to use.
     """
     _check(module, others)
+    returns_weights = wants_weights(module, query.device, others)
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all batch elements
         query = query.expand(key.shape[0], -1, -1, -1)
     if isinstance(attention_mask, Mask | Plan):  # of a dict by kind of layer
@@ -130,6 +132,8 @@ def attend(
     )
     sharding = attention_mask.sharding if isinstance(attention_mask, ShardedMask) else active()
     if sharding is not None:
+        if returns_weights:
+            fail("where sequences are spread over several processes, no attention weights are returned.")
         mask, whole = _of_whole(sharding, layer)
         out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -149,11 +153,11 @@ def attend(
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
     rows = attention_mask.rows if isinstance(attention_mask, LateMask) else None
     if rows is not None:
-        if cu_seq_lens_q is not None or biases:
+        if cu_seq_lens_q is not None or biases or returns_weights:
             fail(
                 f"inside flexmasks.invariant() the tokens of {type(module).__name__} are moved to the front of their "
-                "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q and "
-                "position_bias do not know of; pass texts without padding."
+                "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q, position_bias and "
+                "output_attentions do not know of; pass texts without padding."
             )
         query, key, value = rows.queries(query), rows.keys(key), rows.keys(value)
         plan = rows.plan
@@ -162,7 +166,9 @@ def attend(
         watch(module, query, key, arguments)
     out = attention(query, key, value, **arguments, score=scores or None, **options)
     out = out if rows is None else rows.output(out)
-    return out.transpose(1, 2).contiguous(), None
+    del options["dropout_p"]  # weights are those that are dropped
+    weighed = _weighed(query, key, arguments, score=scores or None, **options) if returns_weights else None
+    return out.transpose(1, 2).contiguous(), weighed
 
 
 TAKING: dict[Callable[..., Any], tuple[type, ...]] = {}  # functions that `taking_masks` made, and their kinds
@@ -254,16 +260,43 @@ def _check(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
     config = getattr(module, "config", None)
     check_type(getattr(config, "model_type", None))  # a model that got a mask of four dimensions has not been asked yet
-    wants_weights = others.get("output_attentions")
-    if wants_weights is None:
-        wants_weights = getattr(config, "output_attentions", False)
-    if wants_weights:
-        fail('fused attention has no attention weights to return; use attn_implementation="eager".')
     for name, what in _UNKNOWN_ARGUMENTS.items():
         if others.get(name) is not None:
             fail(f'{what}, by `{name}` in {type(module).__name__}; use attn_implementation="eager".')
     if others.get("cache") is not None:
         fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
+
+
+# --- attention weights ---
+
+
+def wants_weights(module: torch.nn.Module, device: torch.device, others: dict[str, Any]) -> bool:
+    """Whether a call of a model returns the weights of its layers: many, but not all, tell their layers so."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    # torch.compile traces what the collector holds only if it traces the whole model.
+    collected = collector.get() if collector is not None and (collector.compiling or may_keep(device)) else None
+    if others.get("output_attentions") or any(key.endswith("attentions") for key in collected or ()):
+        return True
+    is_told = collected is not None or others.get("output_attentions") is not None
+    return not is_told and bool(getattr(getattr(module, "config", None), "output_attentions", False))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weighed(query: Tensor, key: Tensor, arguments: dict[str, Any], **options: Any) -> Tensor:
+    """Return the weights of a call, [B, H, Q, KV], as "eager" does but for rows that see nothing, which are 0."""
+    _warn_of_weights()
+    mask = arguments.get("block_mask", arguments.get("mask"))
+    weighed: Tensor = weights(query, key, mask=mask, q_offset=arguments.get("q_offset"), **options)
+    return weighed.to(query.dtype)
+
+
+@functools.cache
+def _warn_of_weights() -> None:
+    _log.warning(
+        "output_attentions=True computes the attention weights of all layers, [batch, heads, queries, keys], besides "
+        "their attention, and holds them all. flexmasks.weights(q, k, rows=, heads=, topk=) returns some of a layer, "
+        "and flexmasks.key_sums(q, k) their sums, without that memory."
+    )
 
 
 # --- masks that are given ---

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import Plan, dense_mask, get_mask
 from flexmasks.extend import shown_by
-from flexmasks.integrations.huggingface.attention import TAKING, documents_of, is_own, watched
+from flexmasks.integrations.huggingface.attention import TAKING, documents_of, is_own, wants_weights, watched
 from flexmasks.integrations.layers import LayerMask, layer_of_pairs
 
 _LOOKUPS = ("get_interface", "__getitem__")
@@ -22,8 +22,12 @@ _MOST_PAIRS = 1 << 24  # of queries and keys, with which a function is tried
 
 
 @contextlib.contextmanager
-def calls_heard(model: nn.Module, hear: Callable[[nn.Module, LayerMask], None]) -> Iterator[None]:
-    """Tell `hear` the layer and the mask of each call of an attention function by a model."""
+def calls_heard(
+    model: nn.Module, hear: Callable[[nn.Module, LayerMask], None], hear_weights: Callable[[Tensor], None]
+) -> Iterator[None]:
+    """Tell `hear` the layer and the mask of each call of an attention function by a model, and then `hear_weights` the
+    weights that the function returns, if it does.
+    """
     from transformers import AttentionInterface
 
     layers, heard = set(model.modules()), set[Callable[..., Any]]()
@@ -46,15 +50,19 @@ def calls_heard(model: nn.Module, hear: Callable[[nn.Module, LayerMask], None]) 
             hear(module, layer_of_pairs(layer.dense(key.device)) if is_data else layer)
 
     def hearing(function: Callable[..., Any]) -> Callable[..., Any]:
-        if is_own(function) or inspect.unwrap(function, stop=heard.__contains__) in heard:
+        if inspect.unwrap(function, stop=heard.__contains__) in heard:
             return function
 
         @functools.wraps(function)
         def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Any:
-            mask = options.pop("attention_mask", mask)
-            if call in heard and module in layers and not isinstance(mask, TAKING.get(function, ())):
+            is_heard, mask = call in heard and module in layers, options.pop("attention_mask", mask)
+            if is_heard and not is_own(function) and not isinstance(mask, TAKING.get(function, ())):  # own ones tell
                 hear(module, layer_of_pairs(_shown(function, module, q, k, v, mask, options)))
-            return function(module, q, k, v, mask, **options)
+            results = function(module, q, k, v, mask, **options)
+            weights = results[1] if is_heard and wants_weights(module, q.device, options) else None
+            if isinstance(weights, Tensor) and weights.ndim == 4:  # flex_attention returns an lse
+                hear_weights(weights.detach())
+            return results
 
         heard.add(call)
         return call
