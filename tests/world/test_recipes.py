@@ -31,6 +31,7 @@ QUICK = {
     "grouped_tril_softmax.py", "long_softmax_triton.py", "same_bits.py", "scaled_masked_softmax.py",
     "sequence_on_paper.py",
     "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "weights_of_a_model.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {
@@ -39,6 +40,7 @@ NEEDS = {
     "lightning_training.py": ("lightning",),
     "same_bits.py": ("transformers",),
     "torchtitan_attention.py": ("torchtitan",),
+    "weights_of_a_model.py": ("transformers",),
 }
 _NEEDED = [(name, package) for name in NEEDS for package in NEEDS[name]]
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20

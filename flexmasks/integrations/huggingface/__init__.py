@@ -27,8 +27,8 @@ def register(name: str = "flexmasks") -> str:
 
     A model called with `output_attentions=True` returns the attention weights of its layers, those of "eager" but for
     rows that see no key, which are 0, and for sinks: as in GPT-OSS, a row adds up to 1 less the weight of its sink.
-    They are those before dropout, and take the memory that attention saves. Inside torch.compile they break its graphs, and a few families (GPT-2,
-    OPT) return none there.
+    They are those before dropout, and take the memory that attention saves. Inside torch.compile they break its graphs,
+    and a few families (GPT-2, OPT) return none there.
 
     A mask or a plan as a model's `attention_mask` stands for the model's own in all layers, without a key-value cache:
     `model(batch.tokens, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False)` of a batch of
