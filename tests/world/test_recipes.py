@@ -27,7 +27,8 @@ FOLDER = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py") if path.name != "benchmark.py")
 # Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
-    "biases_that_learn.py", "comfyui_attention.py", "flash_attention_explained.py", "flash_attention_triton.py",
+    "biases_that_learn.py", "comfyui_attention.py", "consistency_jvp.py", "flash_attention_explained.py",
+    "flash_attention_triton.py",
     "grouped_tril_softmax.py", "long_softmax_triton.py", "same_bits.py", "scaled_masked_softmax.py",
     "sequence_on_paper.py",
     "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
@@ -142,7 +143,8 @@ def test_a_system_has_what_its_row_names(row: list[str]) -> None:
 def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
     named = {recipe for row in _systems() for recipe in _links(row[1])}
     others = {
-        *NEEDS, "biases_that_learn.py", "comfyui_attention.py", "packed_language_model.py", "sequence_on_paper.py",
+        *NEEDS, "biases_that_learn.py", "comfyui_attention.py", "consistency_jvp.py", "packed_language_model.py",
+        "sequence_on_paper.py",
         "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
     }  # fmt: skip
     assert named | others == set(RECIPES)
@@ -172,8 +174,9 @@ def measurements() -> str:
         "loop](serve.md), [Hugging Face models](models.md), [sequences over several GPUs](ranks.md), [biases that "
         "learn](biases.md), [masks as tensors](sdpa.md), [training on trees](trees.md), [rollouts](rollouts.md), "
         "[models of diffusers](diffusers.md), [sinks, head sizes, small and first calls, soft-caps, "
-        "neighborhoods](limits.md), [the masked softmax](softmax.md), [the same bits](invariant.md), [interval masks "
-        "of cuDNN](cudnn.md). The tests ran with [these versions](versions.md), and found [these planted "
+        "neighborhoods](limits.md), [the masked softmax](softmax.md), [the same bits](invariant.md), [forward "
+        "mode](tangents.md), [interval masks of cuDNN](cudnn.md). The tests ran with [these versions](versions.md), "
+        "and found [these planted "
         "faults](planted.md).",
     ]
     for name in RECIPES:
