@@ -33,6 +33,7 @@ QUICK = {
     "sequence_on_paper.py",
     "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
     "weights_of_a_model.py",
+    "trees_in_areal.py", "trees_in_trl.py", "trees_in_verl.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {
@@ -42,6 +43,9 @@ NEEDS = {
     "same_bits.py": ("transformers",),
     "torchtitan_attention.py": ("torchtitan",),
     "weights_of_a_model.py": ("transformers",),
+    "trees_in_areal.py": ("transformers",),
+    "trees_in_trl.py": ("transformers",),
+    "trees_in_verl.py": ("transformers",),
 }
 _NEEDED = [(name, package) for name in NEEDS for package in NEEDS[name]]
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
