@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import Mask, Plan, attention, dense_mask, get_mask, get_score, packed, trees, weights
-from flexmasks.extend import Kept, definition_of, in_message, source_of, tensors_of
+from flexmasks import Mask, Plan, Score, attention, dense_mask, get_mask, get_score, packed, trees, weights
+from flexmasks.extend import Kept, definition_of, in_message, mask_and_score, source_of, tensors_of
 from flexmasks.integrations.huggingface.late import (
     DecodingMask,
     GivenMask,
@@ -96,7 +96,7 @@ def attend(
         module: the layer.
         query, key, value: [B or 1, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv].
         attention_mask: what `make_mask` returned; a torch BlockMask; a tensor [B or 1, H or 1, Q or 1, KV or 1], bool
-            (True = visible) or float (added to the scores; the lowest number of the dtype, and -inf, hide); or None.
+            (True = visible) or float (added to the scores), see `flexmasks.extend.mask_and_score`; or None.
             Without a mask it follows from `is_causal`, the layer's window or chunk, and `position_ids`, as with
             sequence parallelism, where models get no mask.
         scaling, softcap, s_aux: `scale`, the cap of the score change "softcap", and `sink_logits` of
@@ -137,23 +137,28 @@ def attend(
         mask, whole = _of_whole(sharding, layer)
         out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
         return out.transpose(1, 2).contiguous(), None
-    mask, q_offset, bias = (_without_mask(layer), 0, None) if attention_mask is None else _of_mask(layer)
-    biases = [x for x in (position_bias, bias) if x is not None]
+    mask, q_offset, added = (_without_mask(layer), 0, None) if attention_mask is None else _of_mask(layer)
     if isinstance(mask, BlockMask):
         arguments: dict[str, Any] = {"block_mask": mask}
     else:
         if cu_seq_lens_q is not None:
             own = packed(get_mask("full"), cu_seq_lens_q, _if_others(cu_seq_lens_k, cu_seq_lens_q))
             mask = own if mask.name == "full" else mask & own
-        if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
+        if position_bias is not None and not (isinstance(q_offset, int) and q_offset == 0):  # its rows are the queries
             mask, q_offset = _as_rows(mask, query, key, cast(int | Tensor, q_offset)), 0
         arguments = {"mask": mask, "q_offset": q_offset}
     if isinstance(attention_mask, GivenMask) and mask is not attention_mask.plan:
         scores = [x for x in (attention_mask.plan.score, *scores) if x is not None]
-    scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
+    if added is not None:
+        scores.append(added)
+    if position_bias is not None:
+        # By the same object the layers of a step find each other's plans.
+        has_rows = position_bias.shape[2] == query.shape[2]
+        bias = position_bias if has_rows else position_bias.expand(-1, -1, query.shape[2], -1)
+        scores.append(get_score("dense_bias", bias=bias))
     rows = attention_mask.rows if isinstance(attention_mask, LateMask) else None
     if rows is not None:
-        if cu_seq_lens_q is not None or biases or returns_weights:
+        if cu_seq_lens_q is not None or position_bias is not None or returns_weights:
             fail(
                 f"inside flexmasks.invariant() the tokens of {type(module).__name__} are moved to the front of their "
                 "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q, position_bias and "
@@ -302,8 +307,8 @@ def _warn_of_weights() -> None:
 # --- masks that are given ---
 
 
-def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
-    """The plan or mask that a layer got, the position of its first query, and what to add to the scores."""
+def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Score | None]:
+    """The plan or mask that a layer got, the position of its first query, and what changes the scores."""
     mask, query, key = layer.mask, layer.query, layer.key
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
@@ -344,14 +349,8 @@ def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor | None, Tensor | None]:
         )
     if mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]
-    if mask.shape[-1] == 1:  # the same for all keys
-        mask = mask.expand(-1, -1, -1, key.shape[2])
-    if mask.dtype == torch.bool:
-        if mask.shape[1:3] == (1, 1):  # the same keys for all queries
-            return get_mask("key_padding", attention_mask=_derived(_row, mask, query.shape[0])), 0, None
-        return get_mask("dense", visible=_with_rows(mask, query)), 0, None
-    mask = _with_rows(mask, query)
-    return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
+    found = mask_and_score(mask, (*query.shape[:3], key.shape[2]))
+    return get_mask("full") if found.mask is None else found.mask, 0, found.score
 
 
 def _check_trees(layer: _Layer, mask: Mask) -> None:
@@ -465,28 +464,10 @@ def _if_others(offsets: Tensor | None, known: Tensor) -> Tensor | None:
     return None if bool(are_same) else offsets
 
 
-def _row(mask: Tensor, batch: int) -> Tensor:
-    """The keys that all queries of each batch element see, bool [batch, keys]."""
-    row = mask[:, 0, 0].expand(batch, -1)
-    return row.clone() if may_keep(mask.device) else row  # what `_derived` keeps must not keep the mask itself alive
-
-
-def _visible(mask: Tensor) -> Tensor:
-    """What a mask that is added to the scores does not hide."""
-    return mask > torch.finfo(mask.dtype).min / 2
-
-
 def documents_of(position_ids: Tensor) -> Tensor:
     """The number of each token's document; one starts where positions do not go on by one."""
     first = position_ids[:, :1] - 1
     return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
-
-
-def _with_rows(table: Tensor, query: Tensor) -> Tensor:
-    """A table with a row for each query, and a table that has them as the same object. By the same object the layers of
-    a step find each other's plans.
-    """
-    return table if table.shape[2] == query.shape[2] else table.expand(-1, -1, query.shape[2], -1)
 
 
 def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> Mask:
