@@ -38,7 +38,7 @@ def draw(seed: int = 0) -> list[Rollout]:
 
     def words(least: int, most: int) -> list[int]:
         count = int(torch.randint(least, most, (), generator=generator))
-        return torch.randint(1, WORDS, (count,), generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randint(1, WORDS, (count,), generator=generator).tolist()
 
     rollouts = []
     for group in range(PROMPTS):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flexmasks
@@ -180,9 +181,8 @@ def main() -> None:
     assert same.equal
     q, k, v = torch.randn(3, 1, length, 4, 32, dtype=torch.float64)
     seen = (dense_mask_of(trie, length) | behind)[None, None]
-    by_sdpa = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, scale=0.2
-    )
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    by_sdpa = F.scaled_dot_product_attention(*heads_first, seen, scale=0.2)  # type: ignore[misc]
     check("attention", attend(q, k, v, None, 0.2, **tree_kwargs(trie, length, "cpu")), by_sdpa.transpose(1, 2))
     batch = trees.pack(data["input_ids"], mask=data["attention_mask"])
     assert sum(batch.lengths) == count

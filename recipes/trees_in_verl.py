@@ -25,7 +25,7 @@ from flexmasks import trees
 
 
 # %% The two methods of an engine that stand before and behind the call of its model.
-def packed(input_ids: Tensor) -> trees.TreeBatch:
+def packed(input_ids: Any) -> trees.TreeBatch:
     """Return sequences of a jagged tensor [B, length] as trees."""
     lens = input_ids.offsets().diff()
     rows = input_ids.to_padded_tensor(0)
@@ -98,9 +98,10 @@ def loss_of(micro_batch: dict[str, Any], logs: Tensor, entropies: Tensor, mode: 
     terms = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     terms = torch.where(advantages < 0, torch.minimum(terms, -advantages * 3.0), terms)
     sums = ((terms - 0.01 * entropies) * mask).sum(1)
-    if mode == "token-mean":
-        return sums.sum() / mask.sum()
-    return (sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean()
+    loss: Tensor = sums.sum() / mask.sum()
+    if mode != "token-mean":
+        loss = (sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean()
+    return loss
 
 
 # %% PrefixGrouper's mask, by its definition: a group is one row, its prompt sees itself, an answer both parts.
