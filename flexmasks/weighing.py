@@ -43,22 +43,12 @@ class TopKeys(NamedTuple):
     indices: Tensor
 
 
-# fmt: off
 @overload
-def weights(
-    q: Tensor, k: Tensor, *, mask: Masks | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None,
-    scale: float | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
-    rows: Chosen | None = None, heads: Chosen | None = None, topk: None = None, **params: Any,
-) -> Tensor: ...
+def weights(q: Tensor, k: Tensor, *, topk: None = None, **arguments: Any) -> Tensor: ...
 
 
 @overload
-def weights(
-    q: Tensor, k: Tensor, *, mask: Masks | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None,
-    scale: float | None = None, q_offset: Alignment = None, sink_logits: Tensor | None = None,
-    rows: Chosen | None = None, heads: Chosen | None = None, topk: int, **params: Any,
-) -> TopKeys: ...
-# fmt: on
+def weights(q: Tensor, k: Tensor, *, topk: int, **arguments: Any) -> TopKeys: ...
 
 
 @says_what_to_write()
@@ -122,34 +112,43 @@ def weights(
             q, k, mask=mask, score=score, scale=scale, q_offset=q_offset, sink_logits=sink_logits, params=params
         )
         q, k = pairs.q, pairs.k
-        of_rows = _chosen("weights", "rows", rows, q.shape[2], q.device)
         of_heads = _chosen("weights", "heads", heads, q.shape[1], q.device)
-        if of_heads is not None:
-            groups = q.shape[1] // k.shape[1]
-            q, k = q[:, of_heads], k[:, of_heads // groups]
-            sink_logits = None if sink_logits is None else sink_logits[of_heads]
-        else:
-            of_heads = torch.arange(q.shape[1], device=q.device)
-        q = q if of_rows is None else q[:, :, of_rows]
-        of_rows = torch.arange(q.shape[2], device=q.device) if of_rows is None else of_rows
-
+        of_rows = _chosen("weights", "rows", rows, q.shape[2], q.device)
+        k = k if heads is None else k[:, of_heads // (q.shape[1] // k.shape[1])]
+        q, k = q[:, :, of_rows][:, of_heads], k.to(torch.promote_types(q.dtype, torch.float32))
+        sink_logits = None if sink_logits is None else sink_logits[of_heads]
         if topk is None:
             return _weighed(pairs, q, k, sink_logits, of_heads, of_rows)[0]
         topk = as_number(topk)
         if type(topk) is not int or topk < 1:
             raise ValueError(f"flexmasks.weights: `topk` must be an int of at least 1, got {in_message(topk)}.")
+        return _top_keys(pairs, q, k, sink_logits, of_heads, of_rows, topk)
 
-        def greatest(q: Tensor, k: Tensor, sinks: Tensor | None, of_rows: Tensor) -> tuple[Tensor, Tensor]:
-            return _greatest(*_weighed(pairs, q, k, sinks, of_heads, of_rows), topk)
 
-        step = max(1, _AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-        parts = []
-        for part, places in zip(q.split(step, 2), of_rows.split(step), strict=True):
-            if torch.is_grad_enabled():  # the backward pass computes the weights of a part again
-                parts.append(checkpoint(greatest, part, k, sink_logits, places, use_reentrant=False))
+def _top_keys(
+    pairs: PairsOfCall, q: Tensor, k: Tensor, sinks: Tensor | None, heads: Tensor, rows: Tensor, topk: int
+) -> TopKeys:
+    """Return the greatest weights and their keys: of some rows of the queries of one key head at a time.
+
+    q, k, heads, rows: as for `_weighed`.
+    """
+
+    def greatest(*part: Any) -> tuple[Tensor, Tensor]:
+        return _greatest(*_weighed(pairs, *part), topk)
+
+    group = max(1, q.shape[1] // max(1, k.shape[1]))
+    step = max(1, _AT_ONCE // max(1, q.shape[0] * group * k.shape[2]))
+    of_heads = []
+    for n, (of_group, numbers) in enumerate(zip(q.split(group, 1), heads.split(group), strict=True)):
+        shared = k[:, n : n + 1], None if sinks is None else sinks.split(group)[n], numbers
+        of_rows = []
+        for part, places in zip(of_group.split(step, 2), rows.split(step), strict=True):
+            if torch.is_grad_enabled() and len(places) < len(rows):  # the backward pass computes them again
+                of_rows.append(checkpoint(greatest, part, *shared, places, use_reentrant=False))
             else:
-                parts.append(greatest(part, k, sink_logits, places))
-        return TopKeys(*(torch.cat(of_parts, 2) for of_parts in zip(*parts, strict=True)))
+                of_rows.append(greatest(part, *shared, places))
+        of_heads.append([torch.cat(parts, 2) for parts in zip(*of_rows, strict=True)])
+    return TopKeys(*(torch.cat(parts, 1) for parts in zip(*of_heads, strict=True)))
 
 
 def _weighed(
@@ -157,13 +156,15 @@ def _weighed(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of rows, and their scores, which are -inf at hidden keys, [B, heads, rows, KV].
 
-    q: [B, heads, rows, D]; k: [B, Hkv, KV, D], whose heads fit those of q; heads, rows: their numbers in the call.
+    q: [B, heads, rows, D].
+    k: [B, Hkv, KV, D], in the dtype of the weights; its heads fit those of q.
+    heads, rows: their numbers in the call.
     """
     pairs.check()
     precise = torch.promote_types(q.dtype, torch.float32)
     (batch, n_heads, n_rows, width), (n_keys, kv_len) = q.shape, k.shape[1:3]
     grouped = (q.to(precise) * pairs.scale).reshape(batch, n_keys, n_heads // max(1, n_keys) * n_rows, width)
-    scores = (grouped @ k.to(precise).mT).reshape(batch, n_heads, n_rows, kv_len)
+    scores = (grouped @ k.mT).reshape(batch, n_heads, n_rows, kv_len)
     indices = torch.arange(batch, device=q.device), heads, rows, torch.arange(kv_len, device=q.device)
     visible = None if pairs.mask is None else over_indices(pairs.mask)(*indices)
     if pairs.score is not None:
@@ -178,12 +179,11 @@ def _weighed(
 def _greatest(weights: Tensor, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """Return the greatest weights and their keys, see `TopKeys`. Scores tell weights apart that are rounded alike."""
     count, scores = min(topk, scores.shape[-1]), scores.detach()
-    if scores.dtype == torch.float64:
-        keys = scores.sort(descending=True, stable=True).indices[..., :count]
-    else:  # whole numbers in the order of the scores, and among equal ones against the order of the keys
-        bits = (scores + 0.0).view(torch.int32)  # of -0.0 as of 0.0
-        places = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
-        keys = ((bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places).topk(count).indices
+    found = scores.topk(min(topk + 1, scores.shape[-1]))
+    keys, later = found.indices[..., :count], found.values[..., 1:]
+    is_tied = ((later == found.values[..., :-1]) & (later > -torch.inf)).any(-1)
+    if bool(is_tied.any()):  # torch says nothing about the order of equal scores
+        keys[is_tied] = scores[is_tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
     values, is_hidden = weights.gather(-1, keys), scores.gather(-1, keys) == -torch.inf
     missing = 0, topk - count
     pad = torch.nn.functional.pad
@@ -239,13 +239,13 @@ def key_sums(
             q, k, mask=mask, score=score, scale=scale, q_offset=q_offset, sink_logits=sink_logits, params=params
         )
         q, k = pairs.q, pairs.k
-        places = _chosen("key_sums", "rows", rows, q.shape[2], q.device)
+        places = None if rows is None else _chosen("key_sums", "rows", rows, q.shape[2], q.device)
         if lse is not None and (not isinstance(lse, Tensor) or lse.shape != q.shape[:3]):
             wanted = f"`lse` must be a tensor [B, H, Q] = {list(q.shape[:3])}"
             raise ValueError(f"flexmasks.key_sums: {wanted}, got {in_message(lse)}.")
         if places is not None:
             q, lse = q[:, :, places], None if lse is None else lse[:, :, places]
-        options: dict[str, Any] = {"scale": pairs.scale, "q_offset": 0, "return_lse": True, "backend": backend}
+        options: dict[str, Any] = {"scale": pairs.scale, "return_lse": True, "backend": backend}
 
         def functions(turned: bool) -> list[Any]:
             given = (_mask_at, pairs.mask), (_score_at, pairs.score)
@@ -255,14 +255,16 @@ def key_sums(
             ]
 
         if lse is None:
-            of_mask, of_score = functions(turned=False)
-            lse = attention(q, k, k, mask=of_mask, score=of_score, sink_logits=sink_logits, **options)[1]
+            given = {"mask": mask, "score": score, "q_offset": q_offset, **params}
+            if places is not None:
+                given = dict(zip(("mask", "score"), functions(turned=False), strict=True)) | {"q_offset": 0}
+            lse = attention(q, k, k, sink_logits=sink_logits, **given, **options)[1]
         # All pairs of a query that sees nothing are hidden, and what is added to them must be finite.
         added = lse.masked_fill(lse == -torch.inf, 0.0).neg()[:, :, None]
         of_mask, of_score = functions(turned=True)
         scores = added if of_score is None else [of_score, added]
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        sums: Tensor = attention(keys, q, q, mask=of_mask, score=scores, **options)[1].exp()
+        sums: Tensor = attention(keys, q, q, mask=of_mask, score=scores, q_offset=0, **options)[1].exp()
         return sums
 
 
@@ -278,10 +280,10 @@ def _score_at(score: Tensor, *indices: Tensor, function: Callable[..., Tensor], 
     return _mask_at(*indices, function=functools.partial(function, score), **how)
 
 
-def _chosen(call: str, name: str, given: Any, count: int, device: torch.device) -> Tensor | None:
-    """Return which of `count` rows or heads are chosen, int64 [n], or None for all."""
+def _chosen(call: str, name: str, given: Any, count: int, device: torch.device) -> Tensor:
+    """Return which of `count` rows or heads are chosen, int64 [n]."""
     if given is None:
-        return None
+        return torch.arange(count, device=device)
     given = range(count)[given] if isinstance(given, slice) else as_number(given)
     chosen = None
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of torch; what is wrong is said below

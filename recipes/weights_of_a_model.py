@@ -33,7 +33,7 @@ def lines(count: int) -> Tensor:
     return torch.randint(WORDS, (count, PERIOD), device=DEVICE).repeat(1, LENGTH // PERIOD)
 
 
-def trained(steps: int = 120) -> nn.Module:
+def trained(steps: int = 120) -> Any:
     """Train a model of two layers with four heads each."""
     config = transformers.LlamaConfig(
         vocab_size=WORDS,
@@ -47,7 +47,7 @@ def trained(steps: int = 120) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flexmasks")
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flexmasks")
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):
@@ -63,7 +63,7 @@ def trained(steps: int = 120) -> nn.Module:
 
 # %% All weights, by the argument that models take for it. `watch` keeps them by the names of the layers.
 @torch.no_grad()
-def all_weights(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def all_weights(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return the weights of each layer, [batch, heads, queries, keys], which are also those of eager attention."""
     seen = flexmasks.watch(model, input_ids=ids, output_attentions=True)
     assert not seen.unseen
@@ -93,7 +93,7 @@ transformers.AttentionMaskInterface.register("keeping", transformers.AttentionMa
 
 
 @torch.no_grad()
-def check_last_rows(model: nn.Module, ids: Tensor, weights: dict[str, Tensor]) -> None:
+def check_last_rows(model: Any, ids: Tensor, weights: dict[str, Tensor]) -> None:
     """Check what `keeping` kept, which is never more than the last rows."""
     model.set_attn_implementation("keeping")
     model(ids)

@@ -174,6 +174,11 @@ def test_equal_scores_and_few_keys() -> None:
         assert found.indices.tolist() == [[[[5, 1, 3, 2, 0, -1, -1, -1]]]]
         assert found.values[0, 0, 0, 3:].tolist() == [0] * 5
         assert flexmasks.weights(zero, zero, topk=1, heads=[]).indices.shape == (1, 0, 6, 1)
+        steps = torch.randint(4, (6, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
+        for topk in (1, 7, 20):
+            keys = flexmasks.weights(zero, zero.new_zeros(1, 1, 50, 4), score=steps, topk=topk).indices[0, 0]
+            for row, found in zip(steps.tolist(), keys.tolist(), strict=True):
+                assert found == sorted(range(50), key=lambda n: -row[n])[:topk]
 
 
 def test_what_is_hidden_may_be_nan_and_rows_may_see_nothing() -> None:
