@@ -55,6 +55,8 @@ class FlexmasksAttention(titan.FlexAttention):
         **others: Any,
     ) -> Tensor:
         """Return [B, L, N, H], from q of so many heads and k and v of as many or fewer, [B, L, N, H]."""
+        if not isinstance(attention_masks, BlockMask | Mask | Plan):  # None would show the future
+            raise TypeError(f"a BlockMask, a Mask or a plan is needed, got {type(attention_masks).__name__}.")
         arguments: dict[str, Any] = {"mask": attention_masks, "score": score_mod, "scale": scale, "layout": "bshd"}
         if out_transform is None:
             out: Tensor = flexmasks.attention(q_BLNH, k_BLNH, v_BLNH, **arguments)
