@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.attention import attention
 from flexmasks.context import is_capturing, is_traced_or_transformed
 from flexmasks.plans.held import HeldPlan
@@ -18,7 +19,7 @@ from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.pairs import mask_and_score
 
 if TYPE_CHECKING:
-    from flexmasks import compat
+    from flexmasks.compat import BlockMask
 
 _torchs = F.scaled_dot_product_attention
 
@@ -35,7 +36,7 @@ def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | MaskLike | Sequence[MaskLike] | HeldPlan | compat.BlockMask | None = None,
+    attn_mask: Tensor | MaskLike | Sequence[MaskLike] | HeldPlan | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -46,7 +47,8 @@ def sdpa(
     Arguments, results and errors are torch's. A tensor as `attn_mask` is looked at once, by blocks of 128 x 128: what
     shows all is left out, a lower triangle becomes `is_causal`, and where a long call has enough empty blocks,
     `flexmasks.attention` skips them. All other calls are torch's, also those without a mask, and those inside
-    torch.compile, torch.func and CUDA graphs, where no values may be read. What a tensor says is remembered until it
+    torch.compile, torch.func, dispatch modes and CUDA graphs, where no values may be read, and those for which
+    torch.nn.attention.sdpa_kernel allows the formula only. What a tensor says is remembered until it
     changes, also in place, or dies; so layers should get the same tensor, or views of it.
 
     A query that sees nothing, by booleans or by -inf, gives 0. One that is hidden from all keys by finite numbers gives
@@ -132,9 +134,11 @@ def _check_of_mask(query: Tensor, key: Tensor, is_causal: bool, enable_gqa: bool
 
 def _may_pay(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, enable_gqa: bool) -> bool:
     """Whether flexmasks can run a call, and may be faster than torch: then the values of the mask decide."""
-    kind = query.device.type
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (query, key, value, pairs)):
         return False
+    if not _may_read(query.device):
+        return False
+    kind = query.device.type
     if kind not in _FEWEST_PAIRS or min(query.ndim, key.ndim, value.ndim) < 3 or pairs.ndim < 2:
         return False
     (*lead, heads, q_len, size), (kv_heads, kv_len) = query.shape, key.shape[-3:-1]
@@ -153,7 +157,15 @@ def _may_pay(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, enable_gq
         return False
     if of_pairs.numel() != 1 and list(of_pairs) != lead:
         return False  # some leading dimensions are alike, so that they cannot become one
-    return not (is_traced_or_transformed() or is_capturing(query.device))
+    cuda = torch.backends.cuda  # else torch is to take its formula, which has second derivatives
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+def _may_read(device: torch.device) -> bool:
+    """Whether what values say holds for all runs of what is computed now."""
+    if is_traced_or_transformed() or torch.jit.is_tracing() or is_capturing(device):  # type: ignore[attr-defined]
+        return False
+    return all(map(compat.is_of_checkpointing, compat.active_modes()))
 
 
 _LOCK = threading.Lock()

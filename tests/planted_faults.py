@@ -619,7 +619,24 @@ FAULTS: list[Fault] = [
         "",
     ),
     Fault("integrations/huggingface/late.py", "first_query = q_offset - kv_offset", "first_query = q_offset"),
-    Fault("integrations/huggingface/attention.py", "mask > torch.finfo(mask.dtype).min / 2", "mask == 0"),
+    Fault(
+        "spec/pairs.py",
+        "~(table <= lowest / 2)",
+        "~(table < 0)",
+        ("tests/calls/test_pairs.py::test_what_masks_become",),
+    ),
+    Fault(
+        "spec/pairs.py",
+        "(greatest <= lowest / 4) & ",
+        "False & ",
+        ("tests/calls/test_pairs.py::test_numbers_near_the_lowest_are_compared_like_all_others",),
+    ),
+    Fault(
+        "dot_product.py",
+        "torch.backends.mha.set_fastpath_enabled(_before[1])",
+        "torch.backends.mha.set_fastpath_enabled(True)",
+        ("tests/calls/test_dot_product.py::test_all_is_as_before_when_the_last_block_ends",),
+    ),
     Fault(
         "integrations/huggingface/attention.py",
         "prepend=first) != 1)",

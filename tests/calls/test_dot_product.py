@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 from flexmasks import dot_product
@@ -139,6 +140,12 @@ def test_torch_keeps_what_flexmasks_does_not_improve(taken: list[dict[str, Any]]
     five = [x[None].expand(3, -1, -1, -1, -1) for x in (q, k, v)]
     assert is_torchs(*five, (torch.rand(2, 1, 20, 20) < 0.5))
     assert not is_torchs(*five, (torch.rand(3, 2, 1, 20, 20) < 0.5))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert is_torchs(q, k, v, shown)
+    with FlopCounterMode(display=False):
+        assert is_torchs(q, k, v, shown)
+    traced = torch.jit.trace(flexmasks.sdpa, (q, k, v, torch.ones_like(shown)), check_trace=False)
+    torch.testing.assert_close(traced(q, k, v, shown), TORCHS(q, k, v, shown))
     assert not is_torchs(q, k, v, shown)
     monkeypatch.setattr(dot_product, "_MOST_BLOCKS", {"cpu": 0.5})
     assert is_torchs(q, k, v, shown)
@@ -173,6 +180,7 @@ def test_autocast_casts_the_mask_too(taken: list[dict[str, Any]]) -> None:
         lambda q, k, v, m: (q, k, v, m, 2.0),
         lambda q, k, v, m: (q[0, 0, 0], k, v, m),
         lambda q, k, v, m: (q, k, v, m[0]),
+        lambda q, k, v, m: (None, k, v, m),
     ],
 )
 def test_errors_are_torchs(change: Callable[..., Any], taken: list[dict[str, Any]]) -> None:
