@@ -637,6 +637,11 @@ FAULTS: list[Fault] = [
         "torch.backends.mha.set_fastpath_enabled(True)",
         ("tests/calls/test_dot_product.py::test_all_is_as_before_when_the_last_block_ends",),
     ),
+    Fault("integrations/huggingface/attention.py", "else found.mask, 0, found.score", "else found.mask, 0, None"),
+    Fault(
+        "integrations/huggingface/attention.py", "if isinstance(mask, kinds) else function", "if False else function"
+    ),
+    Fault("integrations/huggingface/late.py", "if starts_later or q_length != kv_length:", "if starts_later:"),
     Fault(
         "integrations/huggingface/attention.py",
         "prepend=first) != 1)",
