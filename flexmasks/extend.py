@@ -356,6 +356,8 @@ class PairsOfCall(NamedTuple):
         road.refuse_in_graph(
             "a call that looks at pairs is not for torch.compile; torch.compiler.disable(function) breaks the graph."
         )
+        if hasattr(q, "device_mesh") or hasattr(k, "device_mesh"):
+            raise TypeError("flexmasks.attention: a call that looks at pairs takes no DTensors; pass x.to_local().")
         blocks = arguments.pop("mask") if isinstance(arguments.get("mask"), BlockMask) else None
         request = Request(block_mask=blocks, **arguments)
         if isinstance(q, Tensor):

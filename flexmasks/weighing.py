@@ -263,7 +263,7 @@ def key_sums(
         added = lse.masked_fill(lse == -torch.inf, 0.0).neg()[:, :, None]
         of_mask, of_score = functions(turned=True)
         scores = added if of_score is None else [of_score, added]
-        keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        keys = k.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
         sums: Tensor = attention(keys, q, q, mask=of_mask, score=scores, q_offset=0, **options)[1].exp()
         return sums
 
@@ -287,7 +287,8 @@ def _chosen(call: str, name: str, given: Any, count: int, device: torch.device) 
     given = range(count)[given] if isinstance(given, slice) else as_number(given)
     chosen = None
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of torch; what is wrong is said below
-        chosen = torch.as_tensor([given] if type(given) is int else given, device=device)
+        chosen = torch.as_tensor(given, device=device)
+        chosen = chosen[None] if chosen.ndim == 0 else chosen
     if chosen is None or chosen.ndim != 1 or (len(chosen) and chosen.dtype not in _INTS):
         wanted = f"`{name}` must be an int, a slice, or ints [n]"
         raise TypeError(f"flexmasks.{call}: {wanted}, got {in_message(given)}.")

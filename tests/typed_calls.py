@@ -26,6 +26,13 @@ def of_attention(q: Tensor, sure: bool) -> None:
     out = flexmasks.attention(out, q, q) + lse.mean()
 
 
+def of_weights(q: Tensor) -> None:
+    assert_type(flexmasks.weights(q, q, mask="sliding_window", window=3, rows=slice(-2, None)), Tensor)
+    assert_type(flexmasks.weights(q, q, heads=[1], topk=2), flexmasks.TopKeys)
+    assert_type(flexmasks.key_sums(q, q, mask=flexmasks.plan("causal", 3), rows=-1), Tensor)
+    flexmasks.weights(q, q, topk="2")  # type: ignore[call-overload]
+
+
 def of_sequences(q: Tensor, sure: bool) -> None:
     assert_type(flexmasks.varlen_attention(q, q, q, [0, 3]), Tensor)
     assert_type(flexmasks.varlen_attention(q, q, q, q, [0, 3], return_lse=True), Pair)

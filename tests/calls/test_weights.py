@@ -59,6 +59,7 @@ ROWS: dict[str, tuple[Any, list[int]]] = {
     "one": (-1, [Q - 1]),
     "list": ([7, -1, 0, 7], [7, Q - 1, 0, 7]),
     "tensor": (torch.tensor([3, 2], dtype=torch.int32), [3, 2]),
+    "one tensor": (torch.tensor(-2), [Q - 2]),
 }
 HEADS_OF: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(HEADS))),
@@ -211,6 +212,14 @@ def test_the_lse_of_a_call() -> None:
         lse = flexmasks.attention(q, k, k, return_lse=True, **given)[1]
         want = flexmasks.key_sums(q, k, rows=rows, **given)
         assert torch.allclose(flexmasks.key_sums(q, k, rows=rows, lse=lse, **given), want, atol=1e-6)
+
+
+def test_keys_of_fewer_bits() -> None:
+    q, k, _ = (x.detach() for x in inputs(2, torch.bfloat16))
+    k = k.to(torch.float8_e4m3fn)
+    for function in (flexmasks.weights, flexmasks.key_sums):
+        want = function(q, k.bfloat16(), mask="causal", q_offset=OFFSET)
+        assert torch.allclose(function(q, k, mask="causal", q_offset=OFFSET), want, atol=1e-5)
 
 
 def test_weights_under_autocast_are_those_of_its_dtype() -> None:
