@@ -219,14 +219,14 @@ def main() -> None:
     positions = positions_of(192, [50, 51, 160], [96])
     compare_masks(positions, window=16)
     visible, mask = written_out(positions), masks_of(positions)
-    want = train(WrittenOut, visible, positions)
-    check("losses of Llama 3, packed, by a mask", train(FlexmasksAttention, mask, positions), want, 1e-4)
+    want, tolerance = train(WrittenOut, visible, positions), 1e-3 if ON_GPU else 1e-4
+    check("losses of Llama 3, packed, by a mask", train(FlexmasksAttention, mask, positions), want, tolerance)
     blocks = llama(FlexmasksAttention).get_attention_masks(positions)  # torchtitan's block mask
-    check("losses of Llama 3, packed, by its block mask", train(FlexmasksAttention, blocks, positions), want, 1e-4)
+    check("losses of Llama 3, packed, by its block mask", train(FlexmasksAttention, blocks, positions), want, tolerance)
     print("losses: " + ", ".join(f"{x:.3f}" for x in want.tolist()))
     got, wanted = sinks(FlexmasksAttention, mask, positions), sinks(WrittenOut, visible, positions)
     for what in wanted:
-        check(f"GPT-OSS's attention with sinks, {what}", got[what], wanted[what], 1e-4)
+        check(f"GPT-OSS's attention with sinks, {what}", got[what], wanted[what], tolerance)
     finish(measure(8192 if ON_GPU else 1024), file)
 
 
