@@ -181,8 +181,8 @@ def main() -> None:
     assert same.equal
     q, k, v = torch.randn(3, 1, length, 4, 32, dtype=torch.float64)
     seen = (dense_mask_of(trie, length) | behind)[None, None]
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    by_sdpa = F.scaled_dot_product_attention(*heads_first, seen, scale=0.2)  # type: ignore[misc]
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    by_sdpa = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2], seen, scale=0.2)
     check("attention", attend(q, k, v, None, 0.2, **tree_kwargs(trie, length, "cpu")), by_sdpa.transpose(1, 2))
     batch = trees.pack(data["input_ids"], mask=data["attention_mask"])
     assert sum(batch.lengths) == count

@@ -149,7 +149,7 @@ def test_every_recipe_is_of_a_system_or_the_librarys_own() -> None:
     others = {
         *NEEDS, "biases_that_learn.py", "comfyui_attention.py", "consistency_jvp.py", "packed_language_model.py",
         "sequence_on_paper.py",
-        "sequence_over_processes.py", "serving.py", "shared_prefixes.py",
+        "sequence_over_processes.py", "serving.py", "shared_prefixes.py", "vllm_backend.py",
     }  # fmt: skip
     assert named | others == set(RECIPES)
     assert not named & others
