@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import flexmasks
 from flexmasks import Mask, Plan
-from flexmasks.extend import Size, band_of
+from flexmasks.extend import Size, band_of, tensors_of
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface import attention as hf_attention
 
@@ -141,3 +142,19 @@ def test_training_without_padding_by_trl(name: str, options: dict[str, Any], tmp
     first = sorted(len(x["input_ids"]) for x in texts[:per_step])
     assert len(seen.starts) == 2 * steps
     assert sorted(torch.tensor(seen.starts[0]).unique().diff().tolist()) == first
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("accelerate.utils", "send_to_device"), ("lightning.fabric.utilities.apply_func", "move_data_to_device")],
+)
+def test_masks_in_batches_go_to_the_device(module: str, name: str) -> None:
+    """Lightning's Trainer and accelerate's loaders call these functions."""
+    move = getattr(pytest.importorskip(module, reason=f"{module} is not installed"), name)
+    mask = flexmasks.masks.causal() & flexmasks.masks.document(document_ids=torch.arange(8) // 3)
+    tokens, moved = move((torch.arange(8), mask), torch.device("meta"))
+    assert tokens.is_meta
+    assert [x.device.type for x in tensors_of(moved)] == ["meta"]
+    assert [x.device.type for x in tensors_of(mask)] == ["cpu"]
+    _, plan = move((torch.arange(8), flexmasks.plan(mask, 8, batch=1)), torch.device("cpu"))
+    assert isinstance(plan, Plan)
