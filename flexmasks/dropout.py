@@ -59,7 +59,7 @@ class Dropout(NamedTuple):
         """Return random words with an odd lower half, int32 [B, H, length]."""
         shape = batch, heads, length
         if self.seed is None or isinstance(self.seed, torch.Generator):
-            by = {} if self.seed is None else {"generator": self.seed}  # torch traces no symbolic shape with one
+            by: Any = {} if self.seed is None else {"generator": self.seed}  # torch traces no symbolic shape with one
             return torch.randint(2**31 - 1, shape, dtype=torch.int32, device=device, **by) | 1
         seed = self.seed
         seed = torch.full((), seed, device=device) if isinstance(seed, int) else seed.to(device, torch.int64).view(())

@@ -382,10 +382,11 @@ FAULTS: list[Fault] = [
     Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
     # --- dropout ---
     Fault("dropout.py", "((of_q >> 15) * (of_kv & _HALF))", "(of_q >> 15) ^ of_kv"),
-    Fault("dropout.py", "words | 1\n", "words & ~1\n"),
+    Fault("dropout.py", "**by) | 1", "**by) & ~1"),
     Fault("dropout.py", "2 * table + n + 1", "n + 1"),
     Fault("dropout.py", "2 * table + n + 1", "2 * table + 1"),
     Fault("dropout.py", "(seed & _WORD, seed >> 32 & _WORD)", "(seed & _WORD,)"),
+    Fault("backends/call.py", "not self._finds_mask", "True", ("tests/calls/test_dropout.py",)),
     Fault("dropout.py", "        q = q - first\n", "        q = q * 1\n"),
     Fault("dropout.py", ".masked_fill(of_kept == -math.inf, -math.inf)", ""),
     Fault("dropout.py", "return out, lse if request.return_lse else None", "return out, of_kept"),

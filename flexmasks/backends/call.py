@@ -469,6 +469,8 @@ class Kind:
         self._q_len = 0
         if where_last is not None:
             self._q_len, places[id(where_last)] = plans.mask.size.q_len, len(tensors)
+        # Words of dropout are new in each call. The mask is not, and caches have what was made of it.
+        self._finds_mask = plans.score is not None and any(m.name == "dropout" for m in plans.score.value._inside())
         self._plans = [(plan.template(), [_place_of(t, places) for t in plan.inputs]) for plan in plans[:2] if plan]
 
     def plans(self, tensors: Sequence[Tensor]) -> Plans:
@@ -482,6 +484,7 @@ class Kind:
             tensors.append(offset_of_last(tensors[-2].detach(), self._q_len))
         plans = [template.with_tensors([tensors[n] for n in places]) for template, places in self._plans]
         mask, score, *_ = *plans, None
+        mask.is_of_template = not self._finds_mask
         return Plans(mask, score, pages)
 
     def in_turn(self, refused: Kernel | None = None) -> list[Kind]:

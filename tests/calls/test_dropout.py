@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
+from flexmasks import road
 from flexmasks.dropout import Dropout
+from flexmasks.plans.mask_plan import MaskPlan
 
 P = 0.3
 SEED = 11
@@ -270,27 +272,24 @@ def test_activation_checkpoints(use_reentrant: bool) -> None:
         assert torch.equal(got, want)
 
 
-def test_a_mask_is_planned_once() -> None:
-    """Words are new in each call; what was planned for the mask is not."""
-    q, k, v = inputs()
-    ids = IDS.clone()
-    asked = 0
-
-    def mask(b, h, q, kv):
-        nonlocal asked
-        asked += 1
-        return (ids[q] == ids[kv]) & (q >= kv)
-
+@pytest.mark.parametrize("by_kinds", [False, True])
+def test_a_mask_is_planned_once(by_kinds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are new in each call; what was planned for the mask is not, on a GPU for calls of one kind either."""
+    if by_kinds:
+        monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
+    q, k, v = (x.detach() for x in inputs())
+    ids, planned = [IDS.clone() for _ in range(4)], []
+    build, by_program = MaskPlan._build, MaskPlan._prepared_by
+    monkeypatch.setattr(MaskPlan, "_build", lambda self: (planned.append(self), build(self))[1])
+    monkeypatch.setattr(MaskPlan, "_prepared_by", lambda self, x: (planned.append(self), by_program(self, x))[1])
     flexmasks.clear_caches()
-    counts = []
-    for _ in range(3):
-        asked = 0
-        flexmasks.attention(q.detach(), k.detach(), v.detach(), mask=mask, dropout_p=P)
-        counts.append(flexmasks.cache_info()["plans"].parts["blocks"].misses)
-    assert counts[1] == counts[2]
-    entries = flexmasks.cache_info()["plans"].entries
-    flexmasks.attention(q.detach(), k.detach(), v.detach(), mask=mask, dropout_p=P)
-    assert flexmasks.cache_info()["plans"].entries == entries
+    for number, one in enumerate(ids):
+        for _ in range(3):
+            flexmasks.attention(q, k, v, mask=["causal", "document"], document_ids=one, dropout_p=P)
+        before = len(planned)
+        entries = flexmasks.cache_info()["plans"].entries
+        flexmasks.attention(q, k, v, mask=["causal", "document"], document_ids=one, dropout_p=P)
+        assert (len(planned), flexmasks.cache_info()["plans"].entries) == (before, entries), number
 
 
 @pytest.mark.slow
