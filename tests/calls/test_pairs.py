@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from flexmasks.extend import mask_and_score
+from flexmasks.spec import pairs as spec_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,6 +109,10 @@ def test_numbers_near_the_lowest_are_compared_like_all_others() -> None:
     pairs[2, :5] = 0
     pairs[3, 5] = lowest * 0.9  # by far the greatest
     q, k, v = qkv(grad=True)
+    score = mask_and_score(pairs, SIZES).score
+    assert score is not None
+    shown = score.params["bias"][0, 0, [0, 1, 3]].nan_to_num(neginf=0)
+    assert (shown * math.log2(math.e)).isfinite().all()  # as kernels multiply
     out = ours(q, k, v, pairs)
     torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, attn_mask=pairs))
     torch.testing.assert_close(out[:, :, 0], v.mean(2))
@@ -153,15 +158,14 @@ def test_blocks_are_counted() -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that are looked at."""
-    from flexmasks.spec import pairs
-
     seen: list[Tensor] = []
-    look = pairs._looked
-    monkeypatch.setattr(pairs, "_looked", lambda table, *rest: seen.append(table) or look(table, *rest))
+    look = spec_pairs._looked
+    monkeypatch.setattr(spec_pairs, "_looked", lambda table, *rest: seen.append(table) or look(table, *rest))
     return seen
 
 
-def test_a_tensor_is_looked_at_once_and_again_when_it_changes(looks: list[Tensor]) -> None:
+def test_a_tensor_is_looked_at_once_and_again_when_it_changes(looks: list[Tensor], monkeypatch: Any) -> None:
+    monkeypatch.setattr(spec_pairs, "_MOST_COMPARED", -1)  # as tensors that are not small
     pairs = torch.ones(2, 33, 40, dtype=torch.bool)
     q, k, v = qkv(grad=True)
     for _ in range(3):
@@ -176,14 +180,15 @@ def test_a_tensor_is_looked_at_once_and_again_when_it_changes(looks: list[Tensor
     torch.testing.assert_close(ours(q, k, v, pairs[:, None]), exact(q, k, v, pairs[:, None]).float())
     assert len(looks) == 3
     mask_and_score(pairs[:1, None].expand(2, -1, -1, -1), SIZES)  # other views are other tensors
-    mask_and_score(pairs[:1, None], (1, 4, 33, 40))
-    assert len(looks) == 5
+    for one in (pairs[:1, None], pairs[1:, None]):
+        torch.testing.assert_close(ours(q[:1], k[:1], v[:1], one), exact(q[:1], k[:1], v[:1], one).float())
+    assert len(looks) == 6
     added = torch.zeros(33, 40).masked_fill(torch.rand(33, 40) < 0.5, -math.inf)
     with torch.inference_mode():
         mask = mask_and_score(added, SIZES).mask
         assert mask is not None
         assert mask is mask_and_score(added, SIZES).mask
-    assert len(looks) == 6
+    assert len(looks) == 7
     torch.testing.assert_close(flexmasks.attention(q, k, v, mask=mask, q_offset=0), exact(q, k, v, added).float())
 
 
