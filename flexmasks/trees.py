@@ -106,7 +106,8 @@ class TreeBatch:
     def to(self, device: torch.device | str) -> TreeBatch:
         """Return the batch on a device."""
         device = device_named("flexmasks.trees.TreeBatch.to", device)
-        places = [(row, p.to(device)) for row, p in self.places]
+        moved = torch.cat([p for _, p in self.places]).to(device).split([len(p) for _, p in self.places])
+        places = [(row, p) for (row, _), p in zip(self.places, moved, strict=True)]
         tensors = {n: getattr(self, n).to(device) for n in ("tokens", "parents", "position_ids", "weights")}
         return replace(self, **tensors, places=places, kept=None if self.kept is None else self.kept.to(device))
 
@@ -437,7 +438,7 @@ def pack(
             trees.append([])
         trees[-1].append((number, count))
     rows, repeated = _rows([len(a) for a in arrays], trees, max_tokens)
-    batch = _laid_out(arrays, rows, repeated, device)
+    batch = _laid_out(arrays, rows, repeated).to(device)
     return batch if mask is None else replace(batch, kept=mask.to(device).bool())
 
 
@@ -561,7 +562,7 @@ def _one_after_the_other(
     return rows, repeated
 
 
-def _laid_out(arrays: list[np.ndarray[Any, Any]], rows: list[_Row], repeated: int, device: torch.device) -> TreeBatch:
+def _laid_out(arrays: list[np.ndarray[Any, Any]], rows: list[_Row], repeated: int) -> TreeBatch:
     lengths = [sum(part.size for part in row) for row in rows]
     shape = len(rows), max(lengths)
     tokens, parents, depths, weights = (np.zeros(shape, dtype=np.int64) for _ in range(4))
@@ -579,7 +580,7 @@ def _laid_out(arrays: list[np.ndarray[Any, Any]], rows: list[_Row], repeated: in
                 if len(new):
                     parents[n, new] = path[count - 1 : -1] if count else np.concatenate([[-1], path[:-1]])
                 weights[n, path] += 1
-                places[number] = n, torch.from_numpy(path).to(device)
+                places[number] = n, torch.from_numpy(path)
                 end += len(new)
-    tensors = [torch.from_numpy(x).to(device) for x in (tokens, parents, depths, weights)]
+    tensors = [torch.from_numpy(x) for x in (tokens, parents, depths, weights)]
     return TreeBatch(tensors[0], tensors[1], tensors[2], tensors[3], lengths, places, repeated)

@@ -94,6 +94,32 @@ def test_sequences_of_any_kind(kind: Any, kind_of_prompts: Any, rows: list[list[
     assert [batch.tokens[row, path].tolist() for row, path in batch.places] == want
 
 
+def test_devices() -> None:
+    """The places of all sequences go to a device at once."""
+    copies: list[int] = []
+
+    class Copies(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies.extend([1] if function is Tensor.to else [])
+            return function(*args, **(kwargs or {}))
+
+    rows = torch.arange(40).view(20, 2)
+    with Copies():
+        batch = trees.pack(rows, mask=rows >= 0, device="meta")
+    assert len(copies) < 10
+    tensors = (
+        batch.tokens,
+        batch.parents,
+        batch.position_ids,
+        batch.weights,
+        batch.kept,
+        *(p for _, p in batch.places),
+    )
+    assert {x.device.type for x in tensors if x is not None} == {"meta"}
+    assert [len(p) for _, p in batch.places] == [2] * 20
+    assert trees.pack(rows).to("cpu").places[3][1].tolist() == [6, 7]
+
+
 def test_many_sequences_take_few_seconds() -> None:
     prompts = torch.randint(0, 50000, (50, 1000))
     batch = trees.pack([torch.cat([prompts[n % 50], torch.randint(0, 50000, (1000,))]) for n in range(1000)])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor
 
 import flexmasks
@@ -97,6 +98,33 @@ def test_steps_of_trls_trainer(truncated: bool, tmp_path: Path) -> None:
     assert float(found[0][0][1, 1]) > 0  # the policy has moved away from the reference model
     _close(found[1][0], found[0][0])
     _close(found[1][1], found[0][1], 1e-4)
+
+
+@pytest.mark.parametrize("wrapped", ["DDP", "FSDP2"])
+def test_trees_go_through_what_wraps_a_model(wrapped: str, tmp_path: Path) -> None:
+    """DDP and FSDP2 work in a model's forward; the recipe for trl calls it."""
+    shared, recipe = _imported("_rollouts", "trees_in_trl")
+    inputs = recipe.in_trls_format(shared.draw())
+    rows = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    kept = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    found = []
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        for way in ("plain", wrapped):
+            model: Any = shared.make_model()
+            recipe.add_tree_head(model, shared.TEMPERATURE)
+            if way == "FSDP2":
+                for layer in (*model.model.layers, model):
+                    torch.distributed.fsdp.fully_shard(layer)
+            called = torch.nn.parallel.DistributedDataParallel(model) if way == "DDP" else model
+            logs, _ = recipe.of_answers(called, rows, kept, inputs["completion_ids"].shape[1])
+            logs.sum().backward()
+            grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            found.append((logs.detach(), torch.cat([g.flatten() for g in grads])))
+    finally:
+        torch.distributed.destroy_process_group()
+    for got, want in zip(found[1], found[0], strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
