@@ -158,7 +158,7 @@ def _may_pay(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, enable_gq
     if of_pairs.numel() != 1 and list(of_pairs) != lead:
         return False  # some leading dimensions are alike, so that they cannot become one
     cuda = torch.backends.cuda  # else torch is to take its formula, which has second derivatives
-    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    return any((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()))
 
 
 def _may_read(device: torch.device) -> bool:
