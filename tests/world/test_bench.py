@@ -817,6 +817,7 @@ def test_the_tables_of_steps() -> None:
 # --- the choice of a backend ---
 
 
+@pytest.mark.slow
 def test_figures_of_all_backends_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -862,6 +863,7 @@ def test_a_table_of_times_foretells_what_it_is_fitted_to() -> None:
 # --- packed documents ---
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_figures_of_documents_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "documents.json"

@@ -1380,6 +1380,7 @@ def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(got, want, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", [False, True])
 def test_only_the_first_layer_of_a_step_searches(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = transformers.LlamaForCausalLM._from_config(
