@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     require: Callable[[Any, Callable[[], str]], None]
     without_torch_function: Any
     transforms_active: Callable[[], bool]
+    register_pytree_node: Callable[..., None]
     version: Callable[[Tensor], int]
     base: Callable[[Tensor], Tensor | None]
     CuteOverrides: Any
@@ -152,6 +153,8 @@ _NO_TRANSFORMS = "calls inside transforms of torch.func"
 # at the first use: torch's compilers and SymPy take longer to import than the rest of torch, and many processes only
 # make or draw masks. The names of flex_attention, of symbolic_shapes and of proxy_tensor are public.
 NAMES: dict[str, tuple[str, Any]] = {
+    # --- pytrees, in which pipelines split masks ---
+    "register_pytree_node": ("torch.utils._pytree:register_pytree_node", lambda kind, flatten, unflatten: None),
     # --- torch.func, derivatives ---
     # The active transforms of torch.func, the innermost last, or None.
     "transforms": ("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS),

@@ -598,6 +598,62 @@ def trees_under_fsdp() -> float:
     return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
 
 
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: flexmasks.Mask, score: flexmasks.Score) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attended = flexmasks.attention(q, k, v, mask=mask, score=score, backend="reference")
+        return x + self.out(attended.transpose(1, 2).flatten(2)).tanh()
+
+
+class _Layers(nn.ModuleList):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        for layer in self:
+            x = layer(x, **given)
+        return x
+
+
+def pipelined() -> dict[str, float]:
+    """Return by schedules the largest difference of the loss and of gradients from those of one process."""
+    from torch.distributed import pipelining
+
+    rank, batch, length = dist.get_rank(), 8, 24
+    whole = _Layers(_Layer() for _ in range(4)).double()
+    x, target = torch.randn(2, batch, length, 16, dtype=torch.float64)
+    ids, places = torch.randint(0, 3, (batch, length)).sort(1).values, torch.rand(batch, 2, length).double()
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    given = {
+        "mask": mask & (lambda b, h, q, kv: (q == kv) | (places[b, 0, kv] > 0.3)),
+        "score": flexmasks.get_score(lambda score, b, h, q, kv: score + places[b, h, kv]),
+    }
+    want = nn.functional.mse_loss(whole(x, **given), target)
+    gradients = dict(zip(whole.parameters(), torch.autograd.grad(want, [*whole.parameters()]), strict=True))
+    errors = {}
+    for schedule, stages in (
+        ("Schedule1F1B", [rank]),
+        ("ScheduleInterleaved1F1B", [rank, rank + 2]),
+        ("ScheduleInterleavedZeroBubble", [rank, rank + 2]),  # gradients of inputs and of weights one after the other
+        ("ScheduleZBVZeroBubble", [rank, 3 - rank]),
+    ):
+        count = dist.get_world_size() * len(stages)
+        size = len(whole) // count
+        own = [copy.deepcopy(whole[n * size : (n + 1) * size]) for n in stages]
+        made = [pipelining.PipelineStage(m, n, count, torch.device("cpu")) for m, n in zip(own, stages, strict=True)]
+        kind, losses = getattr(pipelining, schedule), list[Tensor]()
+        runs = kind(made if len(made) > 1 else made[0], n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        has_last = count - 1 in stages
+        runs.step(*([x] if 0 in stages else []), **given, **({"target": target, "losses": losses} if has_last else {}))
+        wrong = [float((torch.stack(losses).mean() - want).abs())] if has_last else []
+        for module, n in zip(own, stages, strict=True):
+            pairs = zip(module.parameters(), whole[n * size : (n + 1) * size].parameters(), strict=True)
+            wrong += [float((p.grad - gradients[q]).abs().max()) for p, q in pairs]
+        errors[schedule] = max(wrong)
+    return errors
+
+
 def shards() -> bool:
     """Return whether parts put together again are the whole."""
     generator = random.Random(7)

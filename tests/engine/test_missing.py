@@ -142,7 +142,7 @@ def test_every_text_is_an_error_of_a_call() -> None:
 
 
 def test_few_private_names() -> None:
-    assert len({*PATHS, *ATTRIBUTES}) <= 45
+    assert len({*PATHS, *ATTRIBUTES}) <= 46
 
 
 def test_torch_without_the_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_torch_without_the_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_looked_up_at_their_first_use() -> None:
     ran = fresh.run("import flexmasks; print(*(vars(flexmasks.compat).keys() & flexmasks.compat.NAMES.keys()))")
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert not ran.stdout.strip()
+    assert ran.stdout.split() == ["register_pytree_node"]  # masks are nodes before anybody looks at trees
 
 
 def test_torch_has_all_names() -> None:

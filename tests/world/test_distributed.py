@@ -85,7 +85,7 @@ def test_parts_put_together_are_the_whole(two: Processes) -> None:
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        *one_in(2, [("auto", "aot_eager")]),  # "auto" is "heads" here
+        pytest.param("auto", "aot_eager", marks=pytest.mark.slow),  # "auto" is "heads" here
         pytest.param("gather", "aot_eager", marks=pytest.mark.campaign),
         pytest.param("gather", "inductor", marks=pytest.mark.campaign),
     ],
@@ -135,6 +135,10 @@ def test_activation_checkpointing(two: Processes) -> None:
 
 def test_trees_under_fsdp2(two: Processes) -> None:
     assert max(two.run(jobs.trees_under_fsdp)) < 1e-12
+
+
+def test_pipelines_split_masks_with_their_microbatches(two: Processes) -> None:
+    check(two.run(jobs.pipelined))
 
 
 def test_a_model_under_fsdp2(two: Processes) -> None:
