@@ -178,6 +178,7 @@ def _rows(case: Case | Blocks | Video, device: torch.device, runs: int) -> list[
                 peaks[who] = peak_bytes(call, device)
             except (RuntimeError, NotImplementedError) as error:  # memory runs out where all scores are kept
                 failed[who] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                torch.cuda.empty_cache()
                 continue
             calls[who] = call
         clock = functools.partial(wall_milliseconds, calls_in_a_row=_IN_A_ROW)
