@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo.testing
@@ -564,6 +565,49 @@ class _OfTrees(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         x = x + flexmasks.attention(q, k, v, mask=batch.plan()).transpose(1, 2).flatten(2)
         return batch.logprobs(x, head=self.head)
+
+
+class _Block(nn.Module):
+    """A layer of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + self.out(flexmasks.attention(q, k, v, mask="causal").transpose(1, 2).flatten(2))
+
+
+def derivatives_under_fsdp() -> float:
+    """Return the largest difference of parameters that FSDP2 trains towards the model's derivative, by torch.func.jvp,
+    from those of one process, whose attention torch differentiates itself.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, count = mesh_of(), dist.get_world_size()
+    torch.manual_seed(0)
+    one = nn.Sequential(_Block(), _Block()).double()
+    sharded = copy.deepcopy(one)
+    for part in (*sharded, sharded):
+        fully_shard(part, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, sharded)]
+    x, along = torch.randn(2, count, 1, 40, 16, dtype=torch.float64)
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        out, tangent = torch.func.jvp(model, (x[rank],), (along[rank],))
+        return (out - tangent.detach()).square().mean()
+
+    for _ in range(2):
+        attention = functools.partial(flexmasks.attention, backend="reference")
+        with mock.patch.object(flexmasks, "attention", attention):
+            torch.stack([loss_of(one, rank) for rank in range(count)]).mean().backward()
+        loss_of(sharded, dist.get_rank()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(sharded.parameters(), one.parameters(), strict=True)
+    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
 
 
 def trees_under_fsdp() -> float:

@@ -133,6 +133,10 @@ def test_activation_checkpointing(two: Processes) -> None:
         assert max(two.run(jobs.compiled, how, True, True)) < 1e-4
 
 
+def test_derivatives_under_fsdp2(two: Processes) -> None:
+    assert max(two.run(jobs.derivatives_under_fsdp)) < 1e-12
+
+
 def test_trees_under_fsdp2(two: Processes) -> None:
     assert max(two.run(jobs.trees_under_fsdp)) < 1e-12
 
