@@ -28,6 +28,7 @@ from flexmasks.backends.call import BlocksAndScore, Call, Operand, Plans, Ready,
 from flexmasks.backends.encoded import BITS, UNKNOWN, Encoded, changed, errors_logged
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
 from flexmasks.backends.table import BACKENDS, choose, only_choice, warn_of_dtypes, warn_of_order, why_not
+from flexmasks.backends.tangents import Duals, TangentsInGraph, with_tangents
 from flexmasks.backends.traced_blocks import (
     aligned_traced,
     bits_of_function,
@@ -204,6 +205,12 @@ def _attend(
                 "outside of it, by flexmasks.mask and flexmasks.score, or name them."
             )
         name = _chosen(backend, call, _TRACED if must_trace else tuple(BACKENDS))
+        if not (must_trace or lists or must_be_invariant or call.learns or backend in ("reference", "sdpa")):
+            others = *changed((mask, offset, score, q_offset), _without_gradient), sinks
+            duals = Duals.of(q, k, v, others) if call.context.has_transforms else None
+            found = duals and _with_tangents(duals, constants, options, scale)
+            if found:
+                return found if call.with_lse else found[:1]
         by_slices = name == "reference" and (q.device.type != "cpu" or call.context.has_transforms)
         if by_slices or must_trace:
             return (torch.empty(_TRACED.index(name), 0),)
@@ -215,6 +222,23 @@ def _attend(
             starts = kernel.starts(forms) if must_be_invariant else None
             out, lse = with_sinks(out, cast(Tensor, lse), sinks, True, by_operator=must_be_invariant, starts=starts)
     return (out, cast(Tensor, lse)) if call.with_lse else (out,)
+
+
+def _with_tangents(
+    duals: Duals, constants: str, options: tuple[Any, ...], scale: float | None
+) -> tuple[Tensor, ...] | None:
+    """Return output and lse of a call in forward mode, or None if torch must trace it."""
+    mask, offset, score, q_offset, sinks = duals.others
+    *kept, _ = value_of_text(constants)
+    _, block_size, sizes, *_ = kept
+    with compat.outside_forward_derivatives():
+        given = text_of_constants((*kept, True)), sinks, (), options, mask, offset, score, q_offset
+        results = _attend(*given, *duals.qkv, scale)
+        if results[0].ndim != duals.qkv[0].ndim:
+            return None
+        encoded = Encoded(mask, offset, block_size, sizes, score, q_offset)
+        of_results = TangentsInGraph.apply(encoded, scale, *duals.qkv, *duals.tangents, *results)
+    return with_tangents(results, of_results)
 
 
 def _may_learn(score: Score | None, of_score: Any, backend: str) -> bool:

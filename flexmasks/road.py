@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmasks import checkpointing, compat
 from flexmasks.backends import tangents
@@ -107,7 +106,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
     q, k, v = as_kernels_read(q, k, v)
     if request.dropout is not None:
         return with_dropout(attend, q, k, v, request)
-    if context.is_transformed and not context.is_invariant and request.backend != "reference":
+    if context.is_transformed and not context.is_invariant and request.backend not in ("reference", "sdpa"):
         with_tangents = _attend_forward(q, k, v, request)
         if with_tangents is not None:
             return with_tangents
@@ -236,7 +235,7 @@ def _attend_forward(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result
     )
     with compat.outside_forward_derivatives():
         out, lse, *of_results = _with_tangents(duals, request)
-    results = [forward_ad.make_dual(x, tangent) for x, tangent in zip((out, lse), of_results, strict=True)]
+    results = tangents.with_tangents((out, lse), of_results)
     return results[0], results[1] if request.return_lse else None
 
 
@@ -248,7 +247,7 @@ def _with_tangents(duals: tangents.Duals, request: Request) -> tuple[Tensor, ...
     ready = plan_again(q, k, v, for_tangents)
     if ready is None:
         planned = plan_call(q, k, v, for_tangents._replace(backend="auto"), context)
-        ready = tangents.TangentKernel(planned.call).ready(Inputs(q, k, v, None, planned.plans))
+        ready = tangents.TangentKernel(request.scale, q, k, v).ready(Inputs(q, k, v, None, planned.plans))
         known = known_call(q, k, v, for_tangents, context)
         if known is not None and not context.is_capturing:
             keep(known, Result(q, None, ready), planned)

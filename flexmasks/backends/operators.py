@@ -1,5 +1,5 @@
 """The operators torch.ops.flexmasks.attend and torch.ops.flexmasks.short, with their backward operators and their
-gradients, torch.ops.flexmasks.bits and torch.ops.flexmasks.fold_sinks.
+gradients, torch.ops.flexmasks.tangents, torch.ops.flexmasks.bits and torch.ops.flexmasks.fold_sinks.
 
 They are registered when flexmasks is imported, so that a saved graph finds them. What they compute is imported at their
 first run: for attend and bits see `flexmasks.backends.tiles_operator`; short runs the kernels of short sequences on a
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexmasks.kernels.operators import define
 
 
 @torch.library.custom_op("flexmasks::attend", mutates_args=())
@@ -117,6 +119,18 @@ def _(q: Tensor, k: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
+
+
+def _tangents(given: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Any) -> list[Tensor]:
+    from flexmasks.backends import tangents
+
+    return tangents.for_graph(given, grads, leaves)
+
+
+define(
+    "tangents(Tensor[] given, Tensor[] grads, Tensor[] tensors, SymInt[] numbers, float[] floats, str s) -> Tensor[]",
+    _tangents, lambda given, grads, *_: [x.new_empty(x.shape) for x in (given if grads else given[6:])],
+)  # fmt: skip
 
 
 @torch.library.custom_op("flexmasks::short", mutates_args=())

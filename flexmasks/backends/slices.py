@@ -148,15 +148,15 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        gradients = functools.partial(_gradients, ctx.function, ctx.count, needed)
+        again = functools.partial(gradients, ctx.function, ctx.count, needed)
         if torch.is_grad_enabled():
-            found = iter(Recomputed.apply(gradients, ctx.count, *tensors, *grads))
+            found = iter(Recomputed.apply(again, ctx.count, *tensors, *grads))
         else:
-            found = iter(gradients(*tensors, *grads))
+            found = iter(again(*tensors, *grads))
         return None, None, *(next(found) if need else None for need in needed)
 
 
-def _gradients(
+def gradients(
     function: Callable[..., tuple[Tensor, ...]], count: int, needed: Sequence[bool], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the gradients of those inputs of a function that need one.

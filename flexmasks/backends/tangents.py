@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,13 +23,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flexmasks import compat
-from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
+from flexmasks.backends.call import BlocksAndScore, Kernel, Operand, Plans, Unavailable, first_line
+from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.slices import Recomputed, Visible, tangents_by_slices
+from flexmasks.backends.slices import Recomputed, Visible, gradients, tangents_by_slices
 from flexmasks.backends.tiles import learned_by, with_views
+from flexmasks.backends.tiles_operator import call_of, in_another_thread, taken_apart
 from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import TRITON_DTYPES, runs_triton
 from flexmasks.plans.data import CannotBeData, MaskData
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.spec.structure import Opaque, tensors_of, with_tensors
 
 _log = logging.getLogger("flexmasks")
@@ -50,12 +53,16 @@ class Duals(NamedTuple):
         if compat.names_of_transforms() not in ([], ["Jvp"]) or not compat.can_leave_forward_derivatives():
             return None
         try:
-            if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors_of(others) if t.is_floating_point()):
+            if any(
+                forward_ad.unpack_dual(t, level=0).tangent is not None
+                for t in tensors_of(others)
+                if t.is_floating_point()
+            ):
                 return None
             others = with_tensors(others, _alone)
         except Opaque:
             return None
-        duals = [forward_ad.unpack_dual(x) for x in (q, k, v)]
+        duals = [forward_ad.unpack_dual(x, level=0) for x in (q, k, v)]
         primals = [_alone(dual.primal) for dual in duals]
         tangents = [
             x.new_zeros(()).expand(x.shape) if dual.tangent is None else _alone(dual.tangent)
@@ -68,6 +75,11 @@ def _alone(x: Tensor) -> Tensor:
     """Return a tensor without the wrapper of a transform."""
     plain = compat.without_wrappers(x)
     return x if plain is None else plain
+
+
+def with_tangents(results: Sequence[Tensor], of_results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return results with their tangents, as the transform around the call takes them."""
+    return tuple(forward_ad.make_dual(x, t, level=0) for x, t in zip(results, of_results, strict=True))
 
 
 class Form(NamedTuple):
@@ -87,15 +99,15 @@ class Form(NamedTuple):
 class TangentKernel(Kernel):
     """The pass for tangents. It is no backend: it takes tangents, too."""
 
-    def __init__(self, call: Call) -> None:
-        q = call.q
-        self._scale = 1 / math.sqrt(q.shape[3]) if call.scale is None else call.scale
-        is_one_dtype = q.dtype == call.k.dtype == call.v.dtype and q.dtype in TRITON_DTYPES
-        self._may_run = is_one_dtype and runs_triton(q.device) and call.score is None
+    def __init__(self, scale: float | None, *qkv: Tensor | Operand) -> None:
+        q, *others = qkv
+        self._scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        is_one_dtype = q.dtype in TRITON_DTYPES and all(x.dtype == q.dtype for x in others)
+        self._runs_triton = is_one_dtype and runs_triton(q.device)
 
     def forms(self, plans: Plans) -> tuple[Form]:
         with contextlib.suppress(CannotBeData):
-            if self._may_run and not _failures:
+            if self._runs_triton and plans.score is None and not _failures:
                 data: MaskData = plans.mask.data()
                 counts, indices, full_counts, full = (cast(Tensor, t) for t in data.lists[:4])
                 if full_counts is None:  # blocks of a user's own without full ones
@@ -126,12 +138,12 @@ class TangentKernel(Kernel):
         wants_grad = torch.is_grad_enabled() and (learned != [] or any(x.requires_grad for x in given))
         if by_triton and not wants_grad:
             return self._by_triton(form, *given)
-        by_slices = self._by_slices(form.blocks, qkv[0], wants_grad, bool(learned))
+        by_slices = self.by_slices(form.blocks, qkv[0], wants_grad, bool(learned))
         if by_triton:
             return *results, *_ByTriton.apply(by_slices, functools.partial(self._by_triton, form), *given)
         return *results, *by_slices(*given)
 
-    def _by_slices(
+    def by_slices(
         self, blocks: BlocksAndScore, q: Tensor, wants_grad: bool, learns: bool
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         visible, score_mod, check = Visible.of(blocks.block_mask), blocks.score_mod, None
@@ -168,3 +180,39 @@ class _ByTriton(Recomputed):
         ctx.function, ctx.count = function, 0
         ctx.save_for_backward(*tensors)
         return by_triton(*tensors)[2:]
+
+
+# --- in graphs of torch.compile ---
+
+
+class TangentsInGraph(torch.autograd.Function):
+    """The tangents of output and lse, by one node of a graph for each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, encoded: Encoded, scale: float | None, *given: Tensor) -> tuple[Tensor, ...]:
+        """given: q, k, v, their tangents, output and lse."""
+        ctx.parts = taken_apart(encoded, scale)
+        ctx.save_for_backward(*given)
+        return tuple(torch.ops.flexmasks.tangents(given, [], *ctx.parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *torch.ops.flexmasks.tangents(ctx.saved_tensors, grads, *ctx.parts)
+
+
+def for_graph(given: Sequence[Tensor], grads: Sequence[Tensor], leaves: Any) -> list[Tensor]:
+    """Compute the tangents of output and lse, or with `grads` of these the gradients of what is given."""
+
+    def compute() -> Sequence[Tensor]:
+        call, qkv = call_of(*leaves), (given[0], given[1], given[2])
+        plans = call.encoded.plans(*qkv[:2])
+        plans = plans._replace(mask=plans.mask.resized(block_size_for(plans.mask.size)))
+        kernel = TangentKernel(call.scale, *qkv)
+        (form,) = kernel.forms(plans)
+        if not grads:
+            return kernel.run(qkv, (given[3], given[4], given[5]), (given[6], given[7]), form)[2:]
+        by_slices = kernel.by_slices(form.blocks, qkv[0], wants_grad=False, learns=False)
+        return gradients(by_slices, 0, [True] * len(given), *given, *grads)
+
+    made = in_another_thread(compute, given[0].device)
+    return [x.detach().clone(memory_format=torch.contiguous_format) for x in made]

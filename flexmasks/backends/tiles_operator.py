@@ -63,13 +63,13 @@ class KernelInGraph(Kernel):
         blocks, encoded = forms
         how = self.scale, self.in_order, sinks
         partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-        out, lse = torch.ops.flexmasks.attend(q, k, v, partial, full, *_taken_apart(encoded, *how))
+        out, lse = torch.ops.flexmasks.attend(q, k, v, partial, full, *taken_apart(encoded, *how))
         return out, lse
 
 
 def bits_in_graph(q: Tensor, k: Tensor, shape: Sequence[int], encoded: Encoded) -> tuple[Tensor, ...]:
     """Return what `bits` does, by one node of a graph, which no compiler sees through."""
-    return torch.ops.flexmasks.bits(q, k, *_taken_apart(encoded), shape)  # type: ignore[no-any-return]
+    return torch.ops.flexmasks.bits(q, k, *taken_apart(encoded), shape)  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):
@@ -93,7 +93,7 @@ class _Call(NamedTuple):
         return Ordered(q, k, score_mod, visible, self.scale, layout, self.sinks)
 
 
-def _taken_apart(
+def taken_apart(
     encoded: Encoded, scale: float | None = None, in_order: bool = False, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
     leaves: list[Any] = []
@@ -103,7 +103,7 @@ def _taken_apart(
     return *lists, repr((places, text))
 
 
-def _call(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> _Call:
+def call_of(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], whole: str) -> _Call:
     """Return what the operator's last arguments say; the text says in which list each leaf is, or has the leaf."""
     places, text = value_of_text(whole)
     lists = dict(zip(_LISTS, map(iter, (tensors, numbers, floats)), strict=True))
@@ -113,7 +113,7 @@ def _call(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[fl
     return _Call(Encoded(*encoded), scale, in_order, sinks)
 
 
-def _in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
+def in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
     """Return a function's result. Autograd and torch.vmap work in it, which torch excludes inside an operator."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -128,11 +128,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leav
     """Compute the operator; `leaves` are its last arguments."""
 
     def compute() -> tuple[Tensor, Tensor]:
-        call = _call(*leaves)
+        call = call_of(*leaves)
         mask, score, *_ = call.encoded.plans(q, k)
         return call.tiles(q, k, partial, full, mask, score and score.mod()).forward(q, k, v)
 
-    return _in_another_thread(compute, q.device)
+    return in_another_thread(compute, q.device)
 
 
 def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -149,12 +149,12 @@ def bits(q: Tensor, k: Tensor, shape: Sequence[int], leaves: Any) -> tuple[Tenso
     words = torch.empty((*shape[:4], height, in_words), dtype=torch.int32, device=q.device)
 
     def compute() -> None:
-        visible = over_indices(_call(*leaves).encoded.plans(q, k).mask.bound())
+        visible = over_indices(call_of(*leaves).encoded.plans(q, k).mask.bound())
         b, h, kv = (torch.arange(n, device=q.device) for n in (*sizes, k.shape[2]))
         for part, out in zip(torch.arange(q.shape[2], device=q.device).split(height), words.unbind(2), strict=True):
             out.copy_(words_of_pairs(boolean(visible(b, h, part, kv), 4), (height, width))[:, :, 0])
 
-    _in_another_thread(compute, q.device)
+    in_another_thread(compute, q.device)
     table = torch.arange(math.prod(shape[:4]), dtype=torch.int32, device=q.device).view(*shape[:4])
     return words.view(-1, height, in_words), table, *visible_in_words(words)
 
@@ -172,7 +172,7 @@ def backward(
     roots = [given[place] for place in learned]
 
     def compute() -> tuple[list[Tensor], Sequence[Tensor | None]]:
-        call = _call(given, *others)
+        call = call_of(given, *others)
         mask, score, *_ = call.encoded.plans(q, k)
         with torch.enable_grad():
             score_mod = None if score is None else with_views(score.mod())
@@ -184,6 +184,6 @@ def backward(
         found = torch.autograd.grad(inner, roots, grads, allow_unused=True) if inner else [None] * len(roots)
         return [grad_q, grad_k, grad_v], found
 
-    of_qkv, found = _in_another_thread(compute, q.device)
+    of_qkv, found = in_another_thread(compute, q.device)
     grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(roots, found, strict=True)]
     return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*of_qkv, *grads)]

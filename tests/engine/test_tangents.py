@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, check_by_the_interpreter, error, exact, in_campaigns
+from helpers import TOLERANCE, check_by_the_interpreter, error, exact, in_campaigns, one_in
 from quick_kernels import quick_kernels  # noqa: F401
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -245,6 +245,32 @@ def test_gradients_of_outputs_and_tangents(score: str | None) -> None:
         second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
         results.append([*target, *first, *second])
     assert all(error(x, y) < 1e-10 for x, y in zip(*results, strict=True))
+
+
+@by_slices
+@pytest.mark.parametrize("name", one_in(3, ["documents", "lengths", "capped", "sinks", "blocks", "learned"]))
+def test_inside_torch_compile(name: str) -> None:
+    """One operator for tangents, and slices where torch must look inside: outputs and all gradients."""
+    factors = torch.rand(HEADS, requires_grad=True)
+    more: dict[str, Call] = {
+        "capped": {"mask": "causal", "score": "softcap", "cap": 2.0},
+        "sinks": {"mask": "causal", "sink_logits": factors},
+        "learned": {"mask": "causal", "score": "alibi", "slopes": factors},
+    }
+    call = more[name] if name in more else CALLS[name]("cpu")
+    attend = functools.partial(flexmasks.attention, **call)
+    leaves = [x.requires_grad_() for x in made("cpu", FP32)] + [factors] * (name in ("sinks", "learned"))
+
+    def step(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return jvp(lambda *qkv: attend(*qkv), given[:3], given[3:])  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, step):
+        out, tangent = function(*leaves[:6])
+        results.append([out, tangent, *torch.autograd.grad(out.square().sum() + tangent.square().sum(), leaves)])
+    assert all(error(x, y) < 1e-5 for x, y in zip(*results, strict=True))
 
 
 @by_slices
