@@ -225,14 +225,10 @@ def _attend_forward(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result
     if computes_nothing(q, k, v):
         return None
     request = without_plan(q, k, request)
-    duals = tangents.Duals.of(q, k, v, (request.mask, request.score, dict(request.params), request.block_mask,
-                                        request.q_offset, request.sink_logits))  # fmt: skip
+    duals = tangents.Duals.of(q, k, v, tuple(request._replace(params=dict(request.params))))
     if duals is None:
         return None
-    mask, score, params, block_mask, q_offset, sinks = duals.others
-    request = request._replace(
-        mask=mask, score=score, params=params, block_mask=block_mask, q_offset=q_offset, sink_logits=sinks
-    )
+    request = Request(*duals.others)
     with compat.outside_forward_derivatives():
         out, lse, *of_results = _with_tangents(duals, request)
     results = tangents.with_tangents((out, lse), of_results)
@@ -252,11 +248,10 @@ def _with_tangents(duals: tangents.Duals, request: Request) -> tuple[Tensor, ...
         if known is not None and not context.is_capturing:
             keep(known, Result(q, None, ready), planned)
     kernel, (form,) = cast(tangents.TangentKernel, ready.kernel), ready.forms
-    learns = learns_any((q, k, v)) or request.sink_logits is not None
-    results = None
-    if request.backend != "auto" or learns or not kernel.gives_output(q, v, form):
-        out, lse = attend(q, k, v, request._replace(return_lse=True))
-        results = out, cast(Tensor, lse)
+    by_backend = request.backend != "auto" or request.sink_logits is not None or not kernel.gives_output(q, v, form)
+    results: Any = None
+    if by_backend or learns_any((*duals.qkv, *duals.tangents)):
+        results = attend(q, k, v, request._replace(return_lse=True))
     try:
         return kernel.run(duals.qkv, duals.tangents, results, form)
     except Unavailable:  # Triton has failed, and is not asked again

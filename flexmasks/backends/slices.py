@@ -253,53 +253,32 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
 
 
 def tangents_by_slices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_tangent: Tensor,
-    k_tangent: Tensor,
-    v_tangent: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    visible: Visible,
-    scale: float,
-    learned: Sequence[Tensor] | None,
-    check: Callable[[], None] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the tangents of output and lse, which torch can differentiate; see `attend_by_slices`."""
+    *given: Tensor, score_mod: Callable[..., Tensor] | None, visible: Visible, scale: float,
+    learned: Sequence[Tensor] | None, check: Callable[[], None] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the tangents of output and lse, which torch can differentiate; see `attend_by_slices`.
+
+    given: q, k, v, their tangents, output and lse.
+    """
     shared = _Shared(visible, _over_indices(visible, score_mod), scale, True, True, check)
     of_slices = []
-    for part in _slices(visible, q, k, may_read=True):
+    for part in _slices(visible, *given[:2], may_read=True):
         rows, keys = slice(part.q_start, part.q_stop), slice(part.kv_start, part.kv_stop)
-        inputs = (
-            *(x[:, :, rows] for x in (q, q_tangent, out, lse)),
-            *(x[:, :, keys] for x in (k, k_tangent, v, v_tangent)),
-        )
+        inputs = [x[:, :, keys if place in _OF_KEYS else rows] for place, x in enumerate(given)]
         of_slice = functools.partial(_tangents_of_slice, part=part, shared=shared)
         of_slices.append(of_slice(*inputs) if learned is None else _recomputed(of_slice, learned, *inputs))
     of_out, of_lse = zip(*of_slices, strict=True)
     return torch.cat(of_out, 2), torch.cat(of_lse, 2)
 
 
-def _tangents_of_slice(
-    q: Tensor,
-    q_tangent: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    k_tangent: Tensor,
-    v: Tensor,
-    v_tangent: Tensor,
-    part: _Slice,
-    shared: _Shared,
-) -> tuple[Tensor, Tensor]:
+_OF_KEYS = 1, 2, 4, 5  # k, v and their tangents
+
+
+def _tangents_of_slice(*given: Tensor, part: _Slice, shared: _Shared) -> tuple[Tensor, Tensor]:
     if shared.check is not None:
         shared.check()
-    dtype, precise = out.dtype, precise_dtype(q)
-    q, q_tangent, out, k, k_tangent, v, v_tangent = (
-        x.to(precise) for x in (q, q_tangent, out, k, k_tangent, v, v_tangent)
-    )
+    dtype, precise = given[0].dtype, precise_dtype(given[0])
+    q, k, v, q_tangent, k_tangent, v_tangent, out, lse = (x.to(precise) for x in given)
     b, h = (positions(n, q.device) for n in q.shape[:2])
     indices = positions(part.q_stop, q.device, part.q_start), positions(part.kv_stop, q.device, part.kv_start)
     visible, score = _visible(part, shared, (len(b), len(h)), *indices), shared.functions.score

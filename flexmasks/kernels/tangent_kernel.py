@@ -35,16 +35,17 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _rows_at(x, stride, rows, is_row, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, ALL: tl.constexpr):
-    """Rows [rows, WIDTH] of q, k, v or their tangents, 0 from column SIZE on and, without ALL, where there are none."""
-    column = tl.arange(0, WIDTH)[None, :]
-    at = x + rows.to(tl.int64)[:, None] * (stride * GRAIN) + column
+def _offsets(rows, stride, WIDTH: tl.constexpr, GRAIN: tl.constexpr):
+    return rows.to(tl.int64)[:, None] * (stride * GRAIN) + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _loaded(x, offsets, is_row, SIZE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+    """Rows [rows, WIDTH], 0 from column SIZE on and, without ALL, where there are none."""
     if ALL and SIZE == WIDTH:
-        values = tl.load(at)
-    elif ALL:
-        values = tl.load(at, mask=column < SIZE, other=0.0)
+        values = tl.load(x + offsets)
     else:
-        values = tl.load(at, mask=is_row[:, None] & (column < SIZE), other=0.0)
+        values = tl.load(x + offsets, mask=is_row[:, None] & (tl.arange(0, WIDTH) < SIZE)[None, :], other=0.0)
     return values
 
 
@@ -53,7 +54,7 @@ _VARYING = [
     *("queries", "keys", "heads", "columns", "full_columns", "table_columns"),
     *("counts_batch", "counts_head", "indices_batch", "indices_head", "full_counts_batch", "full_counts_head"),
     *("full_batch", "full_head", "table_batch", "table_head"),
-    *names_of_strides("q k v q_tangent k_tangent v_tangent out out_tangent", "batch head row"),
+    *names_of_strides("q k v out", "batch head row"),
 ]
 
 
@@ -64,18 +65,16 @@ def tangent_kernel(
     queries, keys, heads, columns, full_columns, table_columns,
     counts_batch, counts_head, indices_batch, indices_head, full_counts_batch, full_counts_head,
     full_batch, full_head, table_batch, table_head,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    q_tangent_batch, q_tangent_head, q_tangent_row, k_tangent_batch, k_tangent_head, k_tangent_row,
-    v_tangent_batch, v_tangent_head, v_tangent_row,
-    out_batch, out_head, out_row, out_tangent_batch, out_tangent_head, out_tangent_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
     GROUP: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Write the tangents of output and lse, and without KNOWN output and lse, which are read otherwise.
 
-    lse, lse_tangent: float32, contiguous [B, H, Q]. counts, indices, full_counts, full, words, table: see `MaskData`.
-    The last blocks of queries are taken first: under causal masks they see most keys.
+    A tangent has the strides of what it belongs to. lse, lse_tangent: float32, contiguous [B, H, Q]. counts, indices,
+    full_counts, full, words, table: see `MaskData`. The last blocks of queries are taken first: under causal masks they
+    see most keys.
     """
     parts = tl.cdiv(queries, ROWS)
     number = tl.program_id(0)
@@ -88,14 +87,11 @@ def tangent_kernel(
     is_row = row < queries
     line = (part * ROWS) // BLOCK_Q
     place = row - line * BLOCK_Q
-    q += (b * q_batch + h * q_head) * GRAIN
-    q_tangent += (b * q_tangent_batch + h * q_tangent_head) * GRAIN
-    k += (b * k_batch + key_head * k_head) * GRAIN
-    k_tangent += (b * k_tangent_batch + key_head * k_tangent_head) * GRAIN
-    v += (b * v_batch + key_head * v_head) * GRAIN
-    v_tangent += (b * v_tangent_batch + key_head * v_tangent_head) * GRAIN
-    qs = _rows_at(q, q_row, row, is_row, K_SIZE, K_WIDTH, GRAIN, EVEN_ROWS).to(DOT)
-    q_tangents = _rows_at(q_tangent, q_tangent_row, row, is_row, K_SIZE, K_WIDTH, GRAIN, EVEN_ROWS).to(DOT)
+    of_q = (b * q_batch + h * q_head) * GRAIN + _offsets(row, q_row, K_WIDTH, GRAIN)
+    of_head_k = (b * k_batch + key_head * k_head) * GRAIN
+    of_head_v = (b * v_batch + key_head * v_head) * GRAIN
+    qs = _loaded(q, of_q, is_row, K_SIZE, K_WIDTH, EVEN_ROWS).to(DOT)
+    q_tangents = _loaded(q_tangent, of_q, is_row, K_SIZE, K_WIDTH, EVEN_ROWS).to(DOT)
     of_rows = (b * heads + head) * queries + row
     slope = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -122,8 +118,9 @@ def tangent_kernel(
             in_block = (step % STEPS) * KEYS + tl.arange(0, KEYS)
             key = block * BLOCK_KV + in_block
             is_key = key < keys
-            ks = _rows_at(k, k_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
-            k_tangents = _rows_at(k_tangent, k_tangent_row, key, is_key, K_SIZE, K_WIDTH, GRAIN, EVEN).to(DOT)
+            of_k = of_head_k + _offsets(key, k_row, K_WIDTH, GRAIN)
+            ks = _loaded(k, of_k, is_key, K_SIZE, K_WIDTH, EVEN).to(DOT)
+            k_tangents = _loaded(k_tangent, of_k, is_key, K_SIZE, K_WIDTH, EVEN).to(DOT)
             scores = tl.dot(qs, tl.trans(ks), input_precision="tf32x3") * (scale * _LOG2_E)
             slopes = tl.dot(q_tangents, tl.trans(ks), input_precision="tf32x3")
             slopes = tl.dot(qs, tl.trans(k_tangents), slopes, input_precision="tf32x3") * scale
@@ -149,28 +146,26 @@ def tangent_kernel(
                 acc_out = acc_out * kept[:, None]
             slopes = weights * slopes
             slope += tl.sum(slopes, 1)
-            vs = _rows_at(v, v_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
-            v_tangents = _rows_at(v_tangent, v_tangent_row, key, is_key, V_SIZE, V_WIDTH, GRAIN, EVEN).to(DOT)
+            of_v = of_head_v + _offsets(key, v_row, V_WIDTH, GRAIN)
+            vs = _loaded(v, of_v, is_key, V_SIZE, V_WIDTH, EVEN).to(DOT)
+            v_tangents = _loaded(v_tangent, of_v, is_key, V_SIZE, V_WIDTH, EVEN).to(DOT)
             if not KNOWN:
                 acc_out = tl.dot(weights.to(DOT), vs, acc_out, input_precision="tf32x3")
             acc = tl.dot(weights.to(DOT), v_tangents, acc, input_precision="tf32x3")
             acc = tl.dot(slopes.to(DOT), vs, acc, input_precision="tf32x3")
-    column = tl.arange(0, V_WIDTH)[None, :]
-    is_written = is_row[:, None] & (column < V_SIZE)
-    out += (b * out_batch + h * out_head) * GRAIN
-    at = out + row.to(tl.int64)[:, None] * (out_row * GRAIN) + column
+    of_out = (b * out_batch + h * out_head) * GRAIN + _offsets(row, out_row, V_WIDTH, GRAIN)
+    is_written = is_row[:, None] & (tl.arange(0, V_WIDTH) < V_SIZE)[None, :]
     if KNOWN:
-        result = tl.load(at, mask=is_written, other=0.0).to(tl.float32)
+        result = tl.load(out + of_out, mask=is_written, other=0.0).to(tl.float32)
     else:
         total = tl.where(total == 0, 1.0, total)
         result = acc_out / total[:, None]
         acc = acc / total[:, None]
         slope = slope / total
-        tl.store(at, result.to(out.dtype.element_ty), mask=is_written)
+        tl.store(out + of_out, result.to(out.dtype.element_ty), mask=is_written)
         tl.store(lse + of_rows, (row_max + tl.log2(total)) * _LN_2, mask=is_row)
-    out_tangent += (b * out_tangent_batch + h * out_tangent_head) * GRAIN
-    at = out_tangent + row.to(tl.int64)[:, None] * (out_tangent_row * GRAIN) + column
-    tl.store(at, (acc - slope[:, None] * result).to(out_tangent.dtype.element_ty), mask=is_written)
+    tangents = acc - slope[:, None] * result
+    tl.store(out_tangent + of_out, tangents.to(out_tangent.dtype.element_ty), mask=is_written)
     tl.store(lse_tangent + of_rows, slope, mask=is_row)
 
 
@@ -214,10 +209,10 @@ def tangents_of(
         [B or 1, H or 1, rows], and indices [B or 1, H or 1, rows, columns] of both, words, and their table.
     results: output and lse if they are known, with attention sinks folded in or without.
     """
-    q, k, v, *along = with_rows_together(q, k, v, *(t.to(q.dtype) for t in tangents))
+    (q, of_q), (k, of_k), (v, of_v) = map(_in_one_layout, (q, k, v), tangents)
     out, lse = results or (q.new_empty(*q.shape[:3], v.shape[3]), new(q.shape[:3], torch.float32, q.device))
-    (out,), lse = with_rows_together(out), lse.contiguous()
-    tensors = out, lse, torch.empty_like(out), torch.empty_like(lse), q, k, v, *along, *blocks
+    (out, of_out), lse = _in_one_layout(out, torch.empty_like(out)), lse.contiguous()
+    tensors = out, lse, of_out, torch.empty_like(lse), q, k, v, of_q, of_k, of_v, *blocks
     key = (q.device.index, results is None, *layouts_of(*tensors))
     launch = _launches.get(key)
     with on(q.device):
@@ -228,14 +223,20 @@ def tangents_of(
     return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
+def _in_one_layout(x: Tensor, tangent: Tensor) -> list[Tensor]:
+    if x.stride() != tangent.stride():
+        x, tangent = x.contiguous(), tangent.contiguous()
+    return with_rows_together(x, tangent.to(x.dtype))
+
+
 def _compiled(tensors: tuple[Tensor, ...], scale: float, is_known: bool) -> Launch:
-    out, _, out_tangent, _, q, k, v, *along = tensors[:10]
+    out, *_, q, k, v = tensors[:7]
     _, indices, _, full, words, table = tensors[10:]
     tiles = tiles_for(q, v) or _SMALL
     block_size = words.shape[1], words.shape[2] * 32
     rows, keys = min(tiles.rows, block_size[0]), min(tiles.keys, block_size[1])
     (batch, heads, queries, size), kv_len = q.shape, k.shape[2]
-    grain, strides = with_grain([n for x in (q, k, v, *along, out, out_tangent) for n in strides_of(x, 3)])
+    grain, strides = with_grain([n for x in (q, k, v, out) for n in strides_of(x, 3)])
     lists = [n for x in (*tensors[10:14], table) for n in strides_of(x, 2)]
     columns = indices.stride(2), full.stride(2), table.stride(2)
     fixed = (
