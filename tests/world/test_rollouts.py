@@ -207,11 +207,11 @@ def test_the_mask_of_prefix_grouper() -> None:
 
 
 @pytest.mark.parametrize("length", [256, 1024])
-def test_areals_tries(length: int) -> None:
+def test_areals_tries(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of AReaL's trie, and with it in a model its own log-probabilities and loss, against those of rows."""
-    trees, functional, cli, losses = _imported(
+    trees, functional, cli, losses, patch = _imported(
         "areal.models.tree_attn.tree", "areal.models.tree_attn.functional", "areal.api.cli_args",
-        "areal.utils.functional",
+        "areal.utils.functional", "areal.models.tree_attn.module_fsdp",
     )  # fmt: skip
     shared, recipe = _imported("_rollouts", "trees_in_areal")
     rollouts = [r for seed in range(length // 256) for r in shared.draw(seed)]
@@ -235,13 +235,18 @@ def test_areals_tries(length: int) -> None:
     assert torch.equal(recipe.parents_of(trie, length)[None], trees.trie_to_parent_array(trie, length).long())
     assert count == sum(flexmasks.trees.pack(data["input_ids"], mask=data["attention_mask"]).lengths)
 
-    # AReaL's trie, position ids, gathering and loss, with our mask in the model.
+    # AReaL's trie, position ids, patch of transformers, gathering and loss, with our mask and attention in the model.
     clip: dict[str, Any] = {"eps_clip": 0.2, "c_clip": 3.0}
     clip["rejection_sampling"] = cli.RejectionSamplingConfig(level="token", action="clamp", metric="ratio", upper=5.0)
-    ours_model, rows_model = shared.make_model(), shared.make_model()
-    logits = ours_model(
-        input_ids=mb["input_ids"], position_ids=mb["position_ids"], attention_mask=ours, use_cache=False
-    ).logits[0]
+    monkeypatch.setattr(patch, "_tree_attn_fwd_func", recipe.attend)
+    patch.patch_fsdp_for_tree_training()
+    try:
+        ours_model, rows_model = shared.make_model("sdpa"), shared.make_model()
+        ours_model.config._attn_implementation = "flash_attention_2"  # whose function is the patched one
+        given = {"input_ids": mb["input_ids"], "position_ids": mb["position_ids"], "attention_mask": None}
+        logits = ours_model(**given, use_cache=False, **recipe.tree_kwargs(trie, length, "cpu")).logits[0]
+    finally:
+        patch.restore_patch_fsdp_for_tree_training()
     logs, _ = functional.gather_packed_tree_logprobs_entropy(logits, trie, mb["input_ids"], shared.TEMPERATURE)
     names = {"proximal_logprobs": "prox_logp", "old_logprobs": "logprobs", "advantages": "advantages"}
     of_trie, _ = losses.ppo_actor_loss_fn(
@@ -250,8 +255,9 @@ def test_areals_tries(length: int) -> None:
     of_trie.backward()
     # The recipe's rows, under AReaL's loss and under the recipe's.
     rows, _ = recipe.by_trees(rows_model, data, shared.TEMPERATURE)
-    given = {k: ready[v] for k, v in names.items()}
-    of_rows, _ = losses.ppo_actor_loss_fn(logprobs=rows, loss_mask=ready["loss_mask"].bool(), **given, **clip)
+    of_rows, _ = losses.ppo_actor_loss_fn(
+        logprobs=rows, loss_mask=ready["loss_mask"].bool(), **{k: ready[v] for k, v in names.items()}, **clip
+    )
     of_rows.backward()
     _close(of_rows, of_trie.to(of_rows.dtype))
     _close(of_rows, recipe.loss_of(ready, rows, 3.0), 1e-6)  # AReaL weighs in float32
