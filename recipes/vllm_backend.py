@@ -175,8 +175,11 @@ class Attention(AttentionImpl):  # type: ignore[misc,type-arg,unused-ignore]
     ) -> None:  # fmt: skip
         if attn_type != "decoder" or kv_cache_dtype not in FlexmasksBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(f"flexmasks in vLLM: {attn_type} attention with a cache of {kv_cache_dtype}")
+        if unknown := [name for name, value in others.items() if value is not None and value is not False]:
+            raise NotImplementedError(f"flexmasks in vLLM: attention with {', '.join(unknown)}")
         self.num_heads, self.head_size, self.scale, self.sinks = num_heads, head_size, float(scale), sinks
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.sliding_window = sliding_window
         self.mask = "causal" if sliding_window is None else flexmasks.masks.sliding_window(window=sliding_window - 1)
         scores = []
         if logits_soft_cap:
@@ -207,6 +210,8 @@ class Attention(AttentionImpl):  # type: ignore[misc,type-arg,unused-ignore]
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         batch = attn_metadata
+        if not batch.is_causal and self.sliding_window is not None:
+            raise NotImplementedError("flexmasks in vLLM: a window over keys on both sides")
         mask = self.mask if batch.is_causal else "full"
         if self.mask_of is not None:
             mask = self.mask_of(self, batch)

@@ -91,6 +91,10 @@ def test_layers_that_are_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_backend, "CommonAttentionMetadata", lambda **x: usual(**x, causal=torch.tensor([True])))
     with pytest.raises(NotImplementedError, match="causal beside others"):
         requests.step([1, 1])
+    monkeypatch.setattr(vllm_backend, "CommonAttentionMetadata", lambda **x: usual(**x, causal=False))
+    layer.sliding_window = 4
+    with pytest.raises(NotImplementedError, match="on both sides"):
+        requests.step([1, 1])
 
 
 def test_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +125,8 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ({"attn_type": "encoder_only"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(NotImplementedError, match="attention with a cache of"):
             vllm_backend.Attention(HEADS, SIZE, 0.3, **arguments)
+    with pytest.raises(NotImplementedError, match="attention with use_alibi_sqrt"):
+        vllm_backend.Attention(HEADS, SIZE, 0.3, use_alibi_sqrt=True, sinks=None, block_m=None)
     layer = vllm_backend.Attention(HEADS, SIZE, 0.3)
     x = torch.ones(2, HEADS, SIZE)
     assert not bool(layer.forward(None, x, x, x, x, None, x.clone()).any())  # no metadata: vLLM measures memory
