@@ -16,6 +16,7 @@ from flexmasks.attention import attention
 from flexmasks.context import is_capturing, is_traced_or_transformed
 from flexmasks.plans.held import HeldPlan
 from flexmasks.spec.arguments import MaskLike
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.pairs import mask_and_score
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _MOST_BLOCKS = {"cuda": 0.9, "cpu": 0.5}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@says_what_to_write()
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -173,6 +175,7 @@ _open = 0  # blocks, in all threads
 _before: tuple[Any, bool] = _torchs, True  # what stood there before the first one, and torch's fast path
 
 
+@says_what_to_write()
 @contextlib.contextmanager
 def sdpa_replaced() -> Iterator[None]:
     """Inside this block torch.nn.functional.scaled_dot_product_attention is `flexmasks.sdpa`.

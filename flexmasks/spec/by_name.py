@@ -26,6 +26,7 @@ _WITHIN = {
     "flexmasks.integrations.distributed.attention": ("flexmasks.attention:",),
     "flexmasks.varlen_attention": ("flexmasks.attention:", "flexmasks mask 'packed':"),
     "flexmasks.paged_attention": ("flexmasks.attention:",),
+    "flexmasks.sdpa": ("flexmasks.attention:",),
     "flexmasks.weights": ("flexmasks.attention:",),
     "flexmasks.key_sums": ("flexmasks.attention:",),
 }

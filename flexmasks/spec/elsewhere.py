@@ -58,9 +58,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 # By the name of a call elsewhere what to write here.
 CALLS: dict[str, str] = {
     **dict.fromkeys(
-        ("scaled_dot_product_attention", "sdpa", "flash_attn_func", "flash_attn_with_kvcache", "decode"),
+        ("flash_attn_func", "flash_attn_with_kvcache", "decode"),
         "flexmasks.attention",
     ),
+    "scaled_dot_product_attention": "flexmasks.sdpa",
     **dict.fromkeys(("varlen", "varlen_attn", "flash_attn_varlen_func"), "flexmasks.varlen_attention"),
     **dict.fromkeys(("plot", "visualize"), "flexmasks.draw"),
     "register": "from flexmasks.integrations.huggingface import register",

@@ -536,7 +536,7 @@ def test_beginnings_of_names_come_first(part: str, first: str) -> None:
         ("flexmasks", "generate_alibi_bias", "from flexmasks.scores import alibi"),
         ("flexmasks", "AlibiBias", ""),
         ("flexmasks", "flash_attn_varlen_func", "flexmasks.varlen_attention"),
-        ("flexmasks", "sdpa", "flexmasks.attention"),
+        ("flexmasks", "scaled_dot_product_attention", "flexmasks.sdpa"),
         ("flexmasks", "visualize", "flexmasks.draw"),
         ("flexmasks", "register", "from flexmasks.integrations.huggingface import register"),
         ("flexmasks.masks", "causal_mask", "from flexmasks.masks import causal"),
