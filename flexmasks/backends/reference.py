@@ -266,8 +266,9 @@ class _AttendByTiles(torch.autograd.Function):
             q, k, v, *learned = tensors
             return None, None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
         needed = ctx.needs_input_grad[3:]
-        inputs = [x for x, need in zip(tensors, needed, strict=True) if need]
         with torch.enable_grad():
+            tensors[:3] = [x.view_as(x) for x in tensors[:3]]  # one may be made of another, see `with_views`
             outputs = ctx.by_slices(*tensors[:3])
+        inputs = [x for x, need in zip(tensors, needed, strict=True) if need]
         gradients = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=differentiable, allow_unused=True))
         return None, None, None, *(next(gradients) if need else None for need in needed)

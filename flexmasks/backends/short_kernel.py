@@ -115,9 +115,10 @@ class _Attend(compat.SingleLevelFunction):
         if grads is not None:
             return None, None, *grads, *[None] * (ctx.inputs - len(grads))
         needed = ctx.needs_input_grad[2:]
-        inputs = [x for x, need in zip((q, k, v, *added), needed, strict=True) if need]
         with torch.enable_grad():
-            again = ctx.kernel.by_reference(ctx.mask, q, k, v, *added)[: len(upstream)]
+            own = [x.view_as(x) for x in (q, k, v, *added)]  # of which one may be made of another
+            again = ctx.kernel.by_reference(ctx.mask, *own)[: len(upstream)]
+        inputs = [x for x, need in zip(own, needed, strict=True) if need]
         gradients = iter(torch.autograd.grad(again, inputs, upstream, create_graph=differentiable, allow_unused=True))
         return None, None, *(next(gradients) if need else None for need in needed)
 

@@ -1271,6 +1271,31 @@ def test_second_derivatives_of_the_reference() -> None:
     assert all(x.isfinite().all() for x in batched)
 
 
+@pytest.mark.parametrize("backend", ["reference", "short"])
+def test_second_derivatives_where_inputs_are_made_of_each_other(backend: str) -> None:
+    """Keys that are values, or made of the queries, and a bias that is made of them."""
+    x, y = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(2))
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()
+
+    def inputs(x: Tensor, y: Tensor) -> list[list[Tensor]]:
+        bias = x.sum(-1)[:, :, None]
+        return [[x, x, x], [x, y, y * 2], [y, x, x[..., :8], bias.detach()], [x, y, y, bias]]
+
+    for q, k, v, *bias in inputs(x, y):
+        score = bias[0] if bias else None
+        backend = "reference" if bias else backend
+        out = flexmasks.attention(q, k, v, mask="causal", score=score, backend=backend)
+        want, _ = attend(q, k, v, visible, lambda s, score=score: s if score is None else s + score)
+        found = []
+        for result in (out, want):
+            first = torch.autograd.grad(result.sin().sum(), (x, y), create_graph=True, materialize_grads=True)
+            total = torch.stack([g.sin().sum() for g in first]).sum()
+            second = torch.autograd.grad(total, (x, y), retain_graph=True, materialize_grads=True)
+            found.append([*first, *second])
+        for got, wanted in zip(*found, strict=True):
+            assert torch.allclose(got, wanted, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "mask", "length"),
     [

@@ -147,7 +147,7 @@ def test_weights_and_sums_of_many_calls() -> None:
     try_examples(300, check, *EXAMPLES)
 
 
-def test_gradients_of_numbers() -> None:
+def test_gradients_of_small_calls() -> None:
     q, k, sinks = inputs(2)
     q, k, sinks = q[:1, :2, :3, :2], k[:1, :1, :3, :2], sinks[:2]
     table = torch.randn(2, 3, 3, dtype=torch.float64)
@@ -161,6 +161,7 @@ def test_gradients_of_numbers() -> None:
     leaves = [x.detach().requires_grad_() for x in (q, k, sinks, table)]
     assert torch.autograd.gradcheck(call(flexmasks.weights, rows=[1, -1], heads=[1]), leaves, fast_mode=True)
     assert torch.autograd.gradcheck(call(flexmasks.key_sums, rows=slice(1, 3)), leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call(flexmasks.key_sums), leaves, fast_mode=True)
 
 
 def test_equal_scores_and_few_keys() -> None:
