@@ -126,7 +126,7 @@ def attend(
     scores = [get_score("softcap", cap=float(softcap))] if softcap else []
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
-    options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux, "dropout_p": dropout}
+    options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux, "dropout_p": dropout or 0.0}
     layer = _Layer(
         module, query, key, attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids
     )
