@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, error, exact, in_campaigns, try_examples
+from helpers import TOLERANCE, error, exact, in_campaigns, one_in, try_examples
 from hypothesis import strategies as st
 from oracles import attend
 from quick_kernels import quick_kernels as quick_kernels
@@ -114,7 +114,7 @@ def test_short_calls_without_compiling(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mask", ["full", "key_padding"])
 @pytest.mark.parametrize(
-    ("backend", "name"), [*(("aot_eager", n) for n in BIASES), in_campaigns(("inductor", "pair_bias"))]
+    ("backend", "name"), [*one_in(2, [("aot_eager", n) for n in BIASES]), in_campaigns(("inductor", "pair_bias"))]
 )
 def test_inside_compile(name: str, mask: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -125,6 +125,7 @@ def test_inside_compile(name: str, mask: str, backend: str) -> None:
     _check(name, mask, torch.float32, torch.compile(call, fullgraph=True, backend=backend))
 
 
+@pytest.mark.slow
 def test_groups_of_any_number_and_length_inside_compile() -> None:
     torch._dynamo.reset()
 
@@ -199,6 +200,7 @@ def test_gates_that_change_in_place_change_the_sums() -> None:
     assert torch.allclose(after, call(gates.clone()), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_and_checkpoints() -> None:
     q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
     x = torch.randn(1, 2, 9, dtype=torch.float64, requires_grad=True)
@@ -384,7 +386,7 @@ def test_gates_of_the_queries_alone() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint", "twice"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "checkpoint", "twice"])
 def test_scores_that_read_a_tensor_and_what_is_made_of_it(way: str, device: str) -> None:
     """Each gives its own part of the gradient, once."""
     if device == "cuda" and way != "eager":

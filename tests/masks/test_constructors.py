@@ -6,11 +6,11 @@ import importlib
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_origin
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def test_they_stand_in_place_of_modules() -> None:
     assert importlib.import_module("flexmasks.masks.causal") is sys.modules["flexmasks.masks.causal"]
     assert list(inspect.signature(function).parameters) == ["b", "h", "q", "kv"]
     code = "import flexmasks.masks.causal; print(flexmasks.masks.causal())"  # the submodule first
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "causal()\n"
+    assert fresh.run(code).stdout == "causal()\n"
 
 
 def test_they_combine() -> None:
@@ -164,6 +164,6 @@ def test_inside_compile() -> None:
 
 def test_help_shows_them() -> None:
     code = "from flexmasks.masks import sliding_window; help(sliding_window)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    printed = fresh.run(code).stdout
     assert re.search(r"sliding_window\(\*, window: .*\) -> flexmasks.spec.values.Mask", printed)
     assert definition("mask", "sliding_window").doc.splitlines()[2] in printed

@@ -435,6 +435,7 @@ def test_every_mask_is_in_a_kernel() -> None:
     assert {case.name for group in _GROUPS for case in group} == set(MASKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", one_in(4, _GROUPS), ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
 def test_masks_that_share_a_kernel(cases: list[Case]) -> None:
     """A tensor chooses one of the masks. New tensors, of which it is one, compile nothing from the third call on."""

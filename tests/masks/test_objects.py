@@ -90,7 +90,9 @@ def _changes(model: Model, device: str) -> list[Callable[[], Any]]:
         ("methods", False),
         ("functions", False),
         ("functions made once", False),
-        *one_in(2, [("functions made once", True), ("methods made once", True)]),
+        *one_in(
+            2, [pytest.param(way, True, marks=pytest.mark.slow) for way in ("functions made once", "methods made once")]
+        ),
     ],
 )
 def test_every_change_of_an_attribute_is_seen(way: str, is_compiled: bool, device: str) -> None:
@@ -141,6 +143,7 @@ def test_what_code_does_with_an_object() -> None:
         assert attributes_read(function.__code__, "holder") == want
 
 
+@pytest.mark.slow
 def test_callable_objects_and_partials_are_registered() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4)
     want = flexmasks.attention(q, k, v, mask="causal")

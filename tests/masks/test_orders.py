@@ -140,6 +140,7 @@ def test_grouped_heads_and_another_size_of_v_in_tiles() -> None:
     check("natten", {"height": 6, "width": 8, "kernel": 3}, order, leaves(48, 4, 2, v_size=4), scale=0.3)
 
 
+@pytest.mark.slow
 def test_a_composition_in_tiles() -> None:
     q, k, v = torch.randn(3, 1, 2, 192, 8)
     order = tile_order((12, 16), (4, 8))
