@@ -53,8 +53,9 @@ def sdpa(
     torch.nn.attention.sdpa_kernel allows the formula only. What a tensor says is remembered until it
     changes, also in place, or dies; so layers should get the same tensor, or views of it.
 
-    A query that sees nothing, by booleans or by -inf, gives 0. One that is hidden from all keys by finite numbers gives
-    what torch gives, as `flexmasks.extend.mask_and_score` describes.
+    A query that sees nothing, by booleans or by -inf, gives 0 where flexmasks runs the call; torch's kernels give 0 or,
+    some on GPUs, NaN. One from which finite numbers alone hide all keys gives what torch gives, as
+    `flexmasks.extend.mask_and_score` describes.
 
     Args:
         query: [..., H, Q, D], with any leading dimensions.
