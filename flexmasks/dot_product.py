@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.attention import attention
-from flexmasks.context import is_capturing, is_traced_or_transformed
+from flexmasks.context import is_capturing, is_invariant, is_traced_or_transformed
 from flexmasks.plans.held import HeldPlan
 from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.by_name import says_what_to_write
@@ -50,8 +50,8 @@ def sdpa(
     shows all is left out, a lower triangle becomes `is_causal`, and where a long call has enough empty blocks,
     `flexmasks.attention` skips them. All other calls are torch's, also those without a mask, and those inside
     torch.compile, torch.func, dispatch modes and CUDA graphs, where no values may be read, and those for which
-    torch.nn.attention.sdpa_kernel allows the formula only. What a tensor says is remembered until it
-    changes, also in place, or dies; so layers should get the same tensor, or views of it.
+    torch.nn.attention.sdpa_kernel allows the formula only; inside `flexmasks.invariant` none is. What a tensor says is
+    remembered until it changes, also in place, or dies; so layers should get the same tensor, or views of it.
 
     A query that sees nothing, by booleans or by -inf, gives 0 where flexmasks runs the call; torch's kernels give 0 or,
     some on GPUs, NaN. One from which finite numbers alone hide all keys gives what torch gives, as
@@ -89,6 +89,9 @@ def sdpa(
         >>> flexmasks.sdpa(query, key, value, flexmasks.masks.sliding_window(window=16)).shape
         torch.Size([2, 4, 100, 16])
     """
+    must_be_ours = is_invariant()  # torch's kernels do not promise it
+    if attn_mask is None and must_be_ours:
+        attn_mask, is_causal = "causal" if is_causal else "full", False
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         _check_of_mask(query, key, is_causal, enable_gqa)
         has_start = isinstance(attn_mask, HeldPlan) or hasattr(attn_mask, "kv_num_blocks")
@@ -98,7 +101,9 @@ def sdpa(
         return out.reshape(*query.shape[:-1], value.shape[-1])
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     drops_some = isinstance(dropout_p, int | float) and 0 <= dropout_p < 1
-    if attn_mask is None or is_causal or not drops_some or not _may_pay(query, key, value, attn_mask, enable_gqa):
+    if attn_mask is None or is_causal or not drops_some:
+        return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
+    if not must_be_ours and not _may_pay(query, key, value, attn_mask, enable_gqa):
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
     device = query.device.type
@@ -106,14 +111,14 @@ def sdpa(
     mask, score, visible_blocks = mask_and_score(pairs, (*q.shape[:3], k.shape[2]), dtype=cast)
     name = None if mask is None else mask.name
     # torch scales what it has masked as causal, which a negative scale would turn round.
-    if score is None and name in (None, "causal") and (scale is None or scale > 0):
+    if score is None and name in (None, "causal") and (scale is None or scale > 0) and not must_be_ours:
         return _torchs(query, key, value, is_causal=name == "causal", **options)
     most = _MOST_BLOCKS[device] / (2 if dropout_p else 1)  # with dropout a call of `attention` takes twice its time
     is_sparse = visible_blocks is not None and visible_blocks <= most
     if device == "cpu":
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, pairs))
         is_sparse = is_sparse and not learns and q.shape[2] * k.shape[2] >= _FEWEST_PAIRS_TO_COMPILE
-    if not is_sparse:
+    if not is_sparse and not must_be_ours:
         return _torchs(query, key, value, attn_mask, **options)
     out = attention(q, k, v, mask=mask, score=score, q_offset=0, scale=scale, dropout_p=dropout_p)
     return out.reshape(*query.shape[:-1], value.shape[-1])

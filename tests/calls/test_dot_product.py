@@ -233,6 +233,15 @@ def test_graphs_stay_whole_and_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(compiled(q, k, v, causal()), TORCHS(q, k, v, is_causal=True))
 
 
+def test_inside_invariant_no_call_is_torchs(taken: list[dict[str, Any]]) -> None:
+    q, k, v = qkv(2, 4, 20, 16, requires_grad=True)
+    shown = torch.rand(2, 1, 20, 20) < 0.5
+    with flexmasks.invariant():
+        for options in ({}, {"is_causal": True}, {"attn_mask": shown}, {"attn_mask": torch.ones_like(shown)}):
+            torch.testing.assert_close(flexmasks.sdpa(q, k, v, **options), TORCHS(q, k, v, **options))
+    assert "torch" not in [call["mask"] for call in taken]
+
+
 # --- in place of torch's function ---
 
 
@@ -396,7 +405,8 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         "window": window, "padding": padding, "all": padding | True, "causal": place[:, None] >= place,
         "bias": bias, "bias in a window": bias.masked_fill(~window, -math.inf),
         "lowest": torch.zeros_like(bias).masked_fill(~window | (place[:, None] < 3), torch.finfo(dtype).min),
-        "sees nothing": window & (place[:, None] > 10), "learned": bias.masked_fill(~window, -math.inf).requires_grad_(),
+        "sees nothing": window & (place[:, None] > 10),
+        "learned": bias.masked_fill(~window, -math.inf).requires_grad_(),
     }  # fmt: skip
     for name, mask in masks.items():
         for given in (mask, mask.clone()):
