@@ -638,6 +638,17 @@ FAULTS: list[Fault] = [
         "torch.backends.mha.set_fastpath_enabled(True)",
         ("tests/calls/test_dot_product.py::test_all_is_as_before_when_the_last_block_ends",),
     ),
+    Fault("weighing.py", "q if places is None else places[q], kv)", "q, kv)"),
+    Fault("weighing.py", "keys.masked_fill(is_hidden, -1)", "keys"),
+    Fault("weighing.py", "if bool(is_tied.any()):", "if False:"),
+    Fault("weighing.py", "k[:, of_heads // (q.shape[1] // k.shape[1])]", "k[:, of_heads % k.shape[1]]"),
+    Fault("pictures/cells.py", "return Grid(summed / queries[:, None], cell)", "return Grid(summed / height, cell)"),
+    Fault(
+        "backends/reference.py",
+        "tensors[:3] = [x.view_as(x) for x in tensors[:3]]",
+        "tensors[:3] = list(tensors[:3])",
+        ("tests/calls/test_attention.py::test_second_derivatives_where_inputs_are_made_of_each_other",),
+    ),
     Fault("integrations/huggingface/attention.py", "else found.mask, 0, found.score", "else found.mask, 0, None"),
     Fault(
         "integrations/huggingface/attention.py", "if isinstance(mask, kinds) else function", "if False else function"
