@@ -102,10 +102,11 @@ def attention(
 
     In forward mode, torch.func.jvp or dual tensors of torch.autograd.forward_ad, output and lse get the tangents that
     those of q, k and v give them: on a GPU from one kernel for all masks, in about 3 times the time of a forward pass;
-    with a score, in float64 and on a CPU from slices of torch's operations. Output and tangents have gradients. The
-    reference runs nested transforms of torch.func, torch.func.vmap, and calls whose mask or score has a tangent.
-    Gradients of gradients (create_graph=True) need backend="reference" where an error says so: kernels of
-    FlashAttention and cuDNN and compiled ones have none. No memory of all this grows with Q x KV.
+    with a score, in float64 and on a CPU from slices of torch's operations. Inside torch.compile, too; there slices are
+    part of the graph where the score learns, and for given blocks. Output and tangents have gradients. The reference
+    runs nested transforms of torch.func, torch.func.vmap, and calls whose mask or score has a tangent. Gradients of
+    gradients (create_graph=True) are computed by slices after SDPA, "short" and "reference"; other kernels have none,
+    and an error says to pass backend="reference". No memory of all this grows with Q x KV.
 
     A tensor that the mask or score reads may not be changed in place before the backward pass: torch's own error says
     so, in activation checkpoints too, but not with `use_reentrant=True`, where the changed tensor is read.

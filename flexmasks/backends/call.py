@@ -59,10 +59,14 @@ def differentiated_once(name: str, gradients: Sequence[Tensor | None], *inputs: 
     return tuple(None if x is None else next(made) for x in gradients)
 
 
-def with_gradients_once(name: str, out: Tensor, kernel: str, *, by_compiler: bool = False) -> Tensor:
+def with_gradients_once(
+    name: str, out: Tensor, kernel: str, *, by_compiler: bool = False,
+    again: Callable[[Any, Sequence[bool], Tensor], Sequence[Tensor]] | None = None,
+) -> Tensor:  # fmt: skip
     """Return an output of torch's kernel whose gradients say that they have no derivatives.
 
     kernel: how torch calls the kernel's node in the autograd graph. The output may be a view of what that made.
+    again: makes of this node, which of q, k and v need a gradient, and that of the output gradients with derivatives.
     by_compiler: whether torch compiled the gradients. Then it computes none that are to be differentiated.
     """
     node = out.grad_fn
@@ -81,10 +85,15 @@ def with_gradients_once(name: str, out: Tensor, kernel: str, *, by_compiler: boo
         node.register_prehook(refuse)
     elif node is not None:
 
-        def note(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...] | None:
+        def note(gradients: Sequence[Tensor | None], upstream: Any) -> tuple[Tensor | None, ...] | None:
             # Under torch.func, which differentiates all that it can, torch itself says what has no derivatives.
-            may_follow = torch.is_grad_enabled() and not compat.transforms_active()
-            return differentiated_once(name, gradients) if may_follow else None
+            if not torch.is_grad_enabled() or compat.transforms_active():
+                return None
+            if again is None or upstream[0] is None:
+                return differentiated_once(name, gradients)
+            needed = [x is not None for x in gradients]
+            made = iter(again(node, needed[:3], upstream[0]))
+            return tuple(next(made) if need else None for need in needed)
 
         node.register_hook(note)
     return out

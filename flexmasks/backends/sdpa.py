@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,6 +24,7 @@ from flexmasks.backends.call import (
     exports_any_length,
     with_gradients_once,
 )
+from flexmasks.backends.slices import Visible, attend_by_slices, gradients
 from flexmasks.errors import Unfit
 from flexmasks.plans.windows import Window
 
@@ -98,4 +102,29 @@ class SdpaKernel(Kernel):
         with seen:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped)
         has_gradient = not self.is_traced and out.grad_fn is not None
-        return with_gradients_once("sdpa", out, "ScaledDotProduct") if has_gradient else out, None
+        if has_gradient:
+            again = functools.partial(self._gradients_again, 1 / math.sqrt(q.shape[3]))
+            out = with_gradients_once("sdpa", out, "ScaledDotProduct", again=again)
+        return out, None
+
+    def _gradients_again(self, scale: float, node: Any, needed: Sequence[bool], d_out: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the kernel's q, k and v, which autograd's node has, with derivatives."""
+        qkv = node._saved_query, node._saved_key, node._saved_value
+        rows, columns = (torch.arange(-(-x.shape[2] // _BLOCK), device=x.device) for x in qkv[:2])
+        same, before = rows[:, None] == columns, rows[:, None] > columns
+        if self.window.right is None:
+            same, before = torch.zeros_like(same), torch.ones_like(before)
+        visible = Visible(_is_seen, same[None, None], before[None, None], (_BLOCK, _BLOCK))
+        scale = scale if self.scale is None else self.scale
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return attend_by_slices(q, k, v, None, visible, scale, learned=())[:1]
+
+        return gradients(attend, 0, needed, *qkv, d_out)
+
+
+_BLOCK = 128
+
+
+def _is_seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv

@@ -1271,7 +1271,7 @@ def test_second_derivatives_of_the_reference() -> None:
     assert all(x.isfinite().all() for x in batched)
 
 
-@pytest.mark.parametrize("backend", ["reference", "short"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "short"])
 def test_second_derivatives_where_inputs_are_made_of_each_other(backend: str) -> None:
     """Keys that are values, or made of the queries, and a bias that is made of them."""
     x, y = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(2))
@@ -1329,7 +1329,7 @@ def test_second_derivatives_are_right_or_refused(
             continue
         (got,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         assert error(got, first) < 2 * TOLERANCE[dtype]
-        if backend not in ("short", "reference"):
+        if backend not in ("sdpa", "short", "reference"):
             with pytest.raises(RuntimeError, match=message):
                 torch.autograd.grad(got.square().sum(), (q, k, v))
             continue
