@@ -34,6 +34,7 @@ from benchmarks import choice_table, limits_tables, steps_tables
 from benchmarks import data as bench_data
 from benchmarks import diffusers as bench_diffusers
 from benchmarks import documents as bench_documents
+from benchmarks import dropout as bench_dropout
 from benchmarks import intervals as bench_intervals
 from benchmarks import invariant as bench_invariant
 from benchmarks import models as bench_models
@@ -201,6 +202,12 @@ def invariant() -> str:
     return bench_invariant.markdown(results("invariant_gpu"))
 
 
+def dropout() -> str:
+    """Return what dropout of attention weights costs."""
+    exists = (RESULTS / "dropout_gpu.json").exists()
+    return bench_dropout.markdown(results("dropout_gpu")) if exists else "Not measured yet."
+
+
 def sdpa() -> str:
     """Return the table of masks as tensors."""
     return bench_sdpa.markdown(results("sdpa_gpu")) if (RESULTS / "sdpa_gpu.json").exists() else "Not measured yet."
@@ -268,6 +275,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/diffusers.md": {"diffusers_gpu": functools.partial(of_diffusers, "diffusers_gpu")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/biases.md": {"biases_gpu": biases},
+    "recipes/results/dropout.md": {"dropout_gpu": dropout},
     "recipes/results/sdpa.md": {"sdpa_gpu": sdpa},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},
     "recipes/results/tangents.md": {"tangents_gpu": tangents},
