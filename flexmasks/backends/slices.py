@@ -262,7 +262,7 @@ def tangents_by_slices(
     """
     shared = _Shared(visible, _over_indices(visible, score_mod), scale, True, True, check)
     of_slices = []
-    for part in _slices(visible, *given[:2], may_read=True):
+    for part in _slices(visible, given[0], given[1], may_read=True):
         rows, keys = slice(part.q_start, part.q_stop), slice(part.kv_start, part.kv_stop)
         inputs = [x[:, :, keys if place in _OF_KEYS else rows] for place, x in enumerate(given)]
         of_slice = functools.partial(_tangents_of_slice, part=part, shared=shared)
