@@ -682,6 +682,8 @@ def pipelined() -> dict[str, float]:
         ("ScheduleInterleavedZeroBubble", [rank, rank + 2]),  # gradients of inputs and of weights one after the other
         ("ScheduleZBVZeroBubble", [rank, 3 - rank]),
     ):
+        if "ZeroBubble" in schedule and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+            continue  # torch 2.11 asks all keyword arguments for gradients, also those that are no tensors
         count = dist.get_world_size() * len(stages)
         size = len(whole) // count
         own = [copy.deepcopy(whole[n * size : (n + 1) * size]) for n in stages]
@@ -690,7 +692,7 @@ def pipelined() -> dict[str, float]:
         runs = kind(made if len(made) > 1 else made[0], n_microbatches=4, loss_fn=nn.functional.mse_loss)
         has_last = count - 1 in stages
         runs.step(*([x] if 0 in stages else []), **given, **({"target": target, "losses": losses} if has_last else {}))
-        wrong = [float((torch.stack(losses).mean() - want).abs())] if has_last else []
+        wrong = [float((torch.stack(losses).mean() - want).detach().abs())] if has_last else []
         for module, n in zip(own, stages, strict=True):
             pairs = zip(module.parameters(), whole[n * size : (n + 1) * size].parameters(), strict=True)
             wrong += [float((p.grad - gradients[q]).abs().max()) for p, q in pairs]
