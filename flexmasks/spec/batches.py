@@ -32,7 +32,7 @@ class _Unknown(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.tensor_split and args[1] != 1:
+        if (func is torch.tensor_split and args[1] != 1) or func is Tensor.__getitem__:
             raise ValueError(
                 "flexmasks: a mask or score whose function reads the batch index in a way of its own cannot be split "
                 "into microbatches, because nothing says how many batch elements it is for: read tensors by it, as in "
@@ -41,6 +41,7 @@ class _Unknown(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+_CPU = torch.device("cpu")
 _MOST_CHUNKS = 4096  # torch asks whether a leaf has an element for each microbatch
 
 
@@ -77,12 +78,12 @@ def _batches_of(value: Modifier) -> set[int | None]:
 
 
 def _read_by(value: Modifier) -> set[int | None]:
-    b, h, q, kv = (torch.tensor(0) for _ in range(4))
-    score = [torch.tensor(0.0)] if isinstance(value, Score) else []
+    b, h, q, kv = (torch.tensor(0, device=_CPU) for _ in range(4))
+    score = [torch.tensor(0.0, device=_CPU)] if isinstance(value, Score) else []
     reads = _Reads(b)
     with torch.no_grad(), reads:
         try:
-            value._standalone(torch.device("cpu"))(*score, b, h, q, kv)
+            value._standalone(_CPU)(*score, b, h, q, kv)
         except Exception:  # the function is a user's
             reads.lengths.add(None)
     return reads.lengths
@@ -141,13 +142,13 @@ _SCORE_OF_SOME = add_operator(define("score", _of_rows, "score_of_some", **_HOOK
 
 def _flatten(value: Modifier) -> tuple[list[Any], tuple[Modifier, int]]:
     # Nothing is split inside torch.compile, fake modes and transforms of torch.func, whose leaf it would be.
-    is_traced = compat.transforms_active() or not can_be_read(torch.empty(0))
+    is_traced = compat.transforms_active() or not can_be_read(torch.empty(0, device=_CPU))
     if is_traced or not (batches := _batches_of(value)):
         return [_Shared()], (value, 0)
     counts = [n for n in batches if n is not None]
     if len(counts) != 1:
-        return [torch.zeros(_MOST_CHUNKS, dtype=torch.int8).as_subclass(_Unknown)], (value, _MOST_CHUNKS)
-    return [torch.arange(counts[0])], (value, counts[0])
+        return [torch.zeros(_MOST_CHUNKS, dtype=torch.int8, device=_CPU).as_subclass(_Unknown)], (value, _MOST_CHUNKS)
+    return [torch.arange(counts[0], device=_CPU)], (value, counts[0])
 
 
 def _unflatten(leaves: Iterable[Any], context: tuple[Modifier, int]) -> Any:

@@ -83,6 +83,8 @@ def test_functions_that_nothing_can_be_said_of() -> None:
     assert split(1, mask=_BY_NUMBER)[0]["mask"] is _BY_NUMBER
     with pytest.raises(ValueError, match=r"in a way of its own cannot be split .*`ids\[b, q\]`"):
         split(2, mask=_BY_NUMBER)
+    with pytest.raises(ValueError, match="cannot be split"):
+        pytree.tree_map(lambda x: x[:2], _BY_NUMBER)
 
 
 def test_trees_hold_whole_masks() -> None:
