@@ -484,7 +484,7 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("q_len", "dtype"), one_in(3, list(itertools.product([40, 2], [torch.float16, torch.bfloat16, torch.float64])))
+    ("q_len", "dtype"), one_in(6, list(itertools.product([40, 2], [torch.float16, torch.bfloat16, torch.float64])))
 )
 def test_scores_of_another_dtype(q_len: int, dtype: torch.dtype, device: str) -> None:
     """A function may return them in less precision; they are scores all the same."""

@@ -133,7 +133,7 @@ def test_drafts_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
         cache["kv_lens"] = cache["kv_lens"] - 1
 
 
-@pytest.mark.parametrize("q_start", [0, 3, "last"])
+@pytest.mark.parametrize("q_start", one_in(2, [0, 3, "last"]))
 def test_tables_inside_sequences(q_start: Any) -> None:
     torch.manual_seed(0)
     visible = torch.rand(BATCH, 1, Q, KV) > 0.4
@@ -149,7 +149,10 @@ def test_tables_inside_sequences(q_start: Any) -> None:
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [*itertools.product(MAKERS, ["auto", "reference"]), *one_in(2, list(itertools.product(MAKERS, ["flex"])))],
+    [
+        *itertools.product(MAKERS, ["auto", "reference"]),
+        *one_in(2, [pytest.param(make, "flex", marks=pytest.mark.slow) for make in MAKERS]),
+    ],
 )
 def test_new_starts_of_a_kind(make: Callable[[int], _Call], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
