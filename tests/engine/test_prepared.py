@@ -79,7 +79,7 @@ def documents() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("as_on_gpu", "kind", "holder"), one_in(2, list(itertools.product([False, True], ["mask", "score"], HOLDERS)))
+    ("as_on_gpu", "kind", "holder"), one_in(6, list(itertools.product([False, True], ["mask", "score"], HOLDERS)))
 )
 def test_calls_with_other_tensors(kind: str, holder: str, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_on_gpu:
@@ -95,8 +95,7 @@ def test_calls_with_other_tensors(kind: str, holder: str, as_on_gpu: bool, monke
         assert error(out, wanted(kind, q, ids)) < 1e-5
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize(("kind", "holder"), one_in(3, list(itertools.product(["mask", "score"], HOLDERS))))
 def test_updates_of_plans(kind: str, holder: str) -> None:
     """A plan that cannot have new values in the same memory says so."""
     name, ids = registered(kind, holder), documents()
