@@ -330,7 +330,7 @@ class PairsOfCall(NamedTuple):
         >>> import torch
         >>> from flexmasks.extend import PairsOfCall, over_indices
         >>> q, index = torch.randn(1, 2, 100, 16), torch.arange(100)
-        >>> pairs = PairsOfCall.of(q, q, mask="sliding_window", window=4)
+        >>> pairs = PairsOfCall.of(q, q, mask="sliding_window", params={"window": 4})
         >>> over_indices(pairs.mask)(index[:1], index[:1], index[-2:], index).sum(-1)
         tensor([[[5, 5]]])
     """

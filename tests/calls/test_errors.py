@@ -326,7 +326,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "softmax_scale": (masked(softmax_scale=1.0), "did you mean `scale`?"),
     "deterministic": (masked(deterministic=True), "call torch.use_deterministic_algorithms(True)"),
     "return_softmax_lse": (masked(return_softmax_lse=True), "did you mean `return_lse`?"),
-    "need_weights": (masked(need_weights=False), "no call returns attention weights"),
+    "need_weights": (
+        masked(need_weights=False),
+        "flexmasks.weights(q, k, mask=..., rows=...) returns attention weights",
+    ),
     "logits_soft_cap": (masked(logits_soft_cap=3.0), 'pass score="softcap", cap=...'),
     "sinks": (masked(sinks=Q[0, :, 0, 0]), "learned sinks are `sink_logits`"),
     "num_splits": (masked(num_splits=4), "leave it out: the keys are split as the call needs it"),

@@ -303,7 +303,7 @@ def test_keys_that_calls_want_are_not_those_of_calls_of_other_sizes() -> None:
     cases = list(itertools.product(masks, divided, (1, 2), (1, 3)))
     for mask, parts, batch, heads in (*cases, *cases[::-1]):
         place = PartOfCall(batch, heads)
-        call = _Call(None, place, mask, None, None, "auto", None, False, parts)  # type: ignore[arg-type] # no mesh
+        call = _Call(None, place, mask, None, None, "auto", None, False, None, parts)  # type: ignore[arg-type] # no mesh
         want = tuple(seen_by(mask, rows, 2048, batch=batch, heads=heads) for ((*rows,),) in parts)
         assert _wanted(call) == want
 
