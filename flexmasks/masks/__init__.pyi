@@ -11,6 +11,7 @@ from flexmasks.masks.paged import paged as paged
 from flexmasks.spec.values import Mask
 
 __all__ = [
+    "anchored",
     "band",
     "bidirectional_spans",
     "bigbird",
@@ -18,6 +19,7 @@ __all__ = [
     "block_diffusion",
     "block_sparse",
     "block_topk",
+    "block_window",
     "bsr",
     "causal",
     "causal_blockwise",
@@ -28,11 +30,14 @@ __all__ = [
     "dilated_window",
     "document",
     "eagle3",
+    "edges",
     "fixed",
     "flashmask",
     "full",
     "global_tokens",
     "grouped_tril",
+    "groups",
+    "intervals",
     "inverse_causal",
     "key_eviction",
     "key_padding",
@@ -46,6 +51,7 @@ __all__ = [
     "padding",
     "paged",
     "prefix_lm",
+    "private_spans",
     "sasa",
     "shared_prefix",
     "sink_window",
@@ -53,11 +59,27 @@ __all__ = [
     "sliding_tile",
     "sliding_window",
     "strided",
+    "summaries",
     "temporal_window",
+    "topk",
     "tree",
     "vertical_slash",
     "vision_cross",
 ]
+
+def anchored(
+    *,
+    anchors: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+    block: int,
+    context: int,
+) -> Mask:
+    """Blocks of drafted tokens, each of which sees itself and the context before its anchor.
+
+    anchors: the number of tokens of the context that each block sees, for all batch elements or for each; negative for
+        a block that is left out, whose queries see nothing.
+    block: number of tokens in a block.
+    context: number of keys before those of the drafted tokens.
+    """
 
 def band(
     *,
@@ -103,22 +125,33 @@ def bigbird(
 
 def block_causal(
     *,
-    block: int,
+    block: int | None = None,
+    ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    strict: bool = False,
 ) -> Mask:
     """Keys up to the end of the query's block: causal between blocks, full inside.
 
     block: number of positions in a block: the tokens of a video frame, for example.
+    ids: in place of `block` the number of each position's block, for all batch elements or for each; a query sees the
+        keys with ids[kv] <= ids[q]. Blocks may have any lengths, and positions any order, as the order in which a
+        permuted model predicts them.
+    strict: True to hide the query's own block, too. Queries of the first block then see nothing.
     """
 
 def block_diffusion(
     *,
     length: int,
-    block: int,
+    block: int | None = None,
+    block_ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    clean_first: bool = False,
 ) -> Mask:
-    """Training of block diffusion: noised tokens, then the same tokens clean.
+    """Training of block diffusion: noised tokens and the same tokens clean, one after the other.
 
     length: number of tokens; positions 0 to length - 1 are noised, the next `length` positions are clean.
     block: number of tokens in a block.
+    block_ids: in place of `block` the number of each token's block, for all batch elements or for each; a block is
+        earlier if its number is smaller.
+    clean_first: True if the clean tokens come first.
     """
 
 def block_sparse(
@@ -142,6 +175,18 @@ def block_topk(
     indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
         -1 for none. A router's top-k chooses them, for example.
     block: number of positions in a block, an int or (queries, keys); (1, 64) chooses for each query by itself.
+    """
+
+def block_window(
+    *,
+    chunk: int,
+    left: int,
+    right: int = 0,
+) -> Mask:
+    """Each query sees its own chunk, `left` chunks before it and `right` chunks after it.
+
+    chunk: number of positions in a chunk; the last chunk may be shorter.
+    left, right: numbers of chunks.
     """
 
 def bsr(
@@ -254,6 +299,18 @@ def eagle3(
     length: number of positions in a step. The keys of step 0 come first, then `length` keys for each later step.
     """
 
+def edges(
+    *,
+    crow: Tensor | NDArray[Any] | Sequence[int],
+    col: Tensor | NDArray[Any] | Sequence[int],
+) -> Mask:
+    """The edges of a graph: each query sees the keys that its row of a sparse matrix lists.
+
+    crow: [rows + 1], the place in `col` where the keys of each query position start, and the number of edges, as in
+        the format CSR; with `q_offset` also of the positions before the first query.
+    col: the keys of all queries, row after row, in any order; a key may be listed twice.
+    """
+
 def fixed(
     *,
     stride: int,
@@ -300,6 +357,33 @@ def grouped_tril(
     """Causal attention within the first `seq_lens[b]` tokens of each batch element.
 
     seq_lens: number of real tokens of each batch element. Later rows give output 0.
+    """
+
+def groups(
+    *,
+    q_group: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
+    kv_group: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
+) -> Mask:
+    """Each query sees the keys of its own group, and groups may differ between heads.
+
+    q_group: the group of each query position, [positions], [batch, positions], or [batch or 1, query heads, positions];
+        negative for a query that sees nothing. With `q_offset` also of the positions before the first query.
+    kv_group: the group of each key in the same form; negative for a key that no query sees.
+    """
+
+def intervals(
+    *,
+    starts: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+    ends: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+    other_starts: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    other_ends: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Mask:
+    """One interval of keys for each query, or two: starts[q] <= kv < ends[q].
+
+    starts, ends: the first key that each query position sees, and the first one behind these, for all batch elements
+        or for each; with `q_offset` also of the positions before the first query. Nothing is visible where a start is
+        not below its end; bounds may lie outside of the keys.
+    other_starts, other_ends: the same for a second interval, whose keys are visible, too.
     """
 
 def inverse_causal() -> Mask:
@@ -435,6 +519,15 @@ def prefix_lm(
         everything is visible. Inside documents: `packed(prefix_lm(prefix_len=[one per document]), offsets)`.
     """
 
+def private_spans(
+    *,
+    span_ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+) -> Mask:
+    """Spans that only their own tokens see; all else is visible.
+
+    span_ids: the span of each position, for all batch elements or for each; negative for positions that all see.
+    """
+
 def sasa(
     *,
     height: int,
@@ -529,6 +622,17 @@ def strided(
     stride: the reach of the near keys, and the distance between the far keys. The query's own key is visible, too.
     """
 
+def summaries(
+    *,
+    segment_ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]],
+    is_summary: Tensor | NDArray[Any] | Sequence[bool] | Sequence[Sequence[bool]],
+) -> Mask:
+    """Causal segments, of which later ones see the summary tokens only.
+
+    segment_ids: the segment of each position, for all batch elements or for each.
+    is_summary: True for the tokens that later segments see, as gist tokens at the end of a segment.
+    """
+
 def temporal_window(
     *,
     frame: int,
@@ -540,6 +644,19 @@ def temporal_window(
     frame: number of tokens in a frame; frames follow each other from position `tokens` on.
     window: the greatest distance between two places in their frames, included.
     tokens: number of tokens of text before the video, which see everything and are seen by everything.
+    """
+
+def topk(
+    *,
+    indices: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[int]]] | Sequence[Sequence[Sequence[Sequence[int]]]],
+    granularity: int = 1,
+) -> Mask:
+    """Keys, or short runs of keys, that were chosen for each query.
+
+    indices: [positions, G, k] or [batch, positions, G, k], the chosen entries of each query position, in any order; -1
+        for none. G is 1, the number of key heads, or that of query heads. A query whose entries are all -1 sees
+        nothing. With `q_offset` also of the positions before the first query.
+    granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1.
     """
 
 def tree(

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, leading, may_read, pair, register_mask
+from flexmasks.spec import Size, leading, may_read, pair, register_mask, rows_of_csr
 
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 
@@ -47,19 +47,11 @@ def _bsr_prepare(
     col_indices: Annotated[Tensor, "int[N] in 0.."],
     block: Block,
 ) -> dict[str, Any]:
-    starts, stored = crow_indices.long(), len(col_indices)
-    counts = starts.diff()
-    if may_read(size, crow_indices):
-        ends = torch.stack([crow_indices[0], crow_indices[-1]]).tolist() if len(crow_indices) else []
-        if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
-            raise ValueError(
-                f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}."
-            )
+    rows = rows_of_csr(size, "crow_indices", crow_indices, "col_indices", col_indices)
     columns = _columns(size, "col_indices", col_indices, pair(block))
     # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
     # the table has a spare row, for columns outside of all rows.
-    rows = torch.searchsorted(starts, torch.arange(stored, device=starts.device), right=True) - 1
-    visible_blocks = torch.zeros((len(counts) + 1, columns), dtype=torch.bool, device=counts.device)
+    visible_blocks = torch.zeros((len(crow_indices), columns), dtype=torch.bool, device=rows.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
     visible_blocks.index_put_((rows, col_indices.long()), visible)
     return _checked(size, visible_blocks[:-1], pair(block))

@@ -1,8 +1,8 @@
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import per_batch, register_mask
+from flexmasks.spec import Size, at, per_batch, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Start = Annotated[int | Tensor, "int | int[B]"]
@@ -37,13 +37,65 @@ def chunked_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, chunk: Length
     return (kv <= q) & chunked(b, h, q, kv, chunk=chunk, start=start)
 
 
-@register_mask(example=lambda length: {"block": length // 8})
-def block_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: Length) -> Tensor:
+def _prepare_block_causal(
+    size: Size | None,
+    *,
+    block: Annotated[int | None, "int in 1.."] = None,
+    ids: Annotated[Tensor | None, "int[S] | int[B, S]"] = None,
+    strict: Annotated[bool, "bool"] = False,
+) -> dict[str, Any]:
+    if (block is None) == (ids is None):
+        given = "neither" if block is None else "both"
+        raise ValueError(f"blocks have one size, `block`, or are told by `ids`: pass one of the two, got {given}.")
+    return {"block": block, "ids": ids, "strict": strict}
+
+
+@register_mask(prepare=_prepare_block_causal, example=lambda length: {"block": length // 8})
+def block_causal(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: int | None, ids: Tensor | None, strict: bool
+) -> Tensor:
     """Keys up to the end of the query's block: causal between blocks, full inside.
 
     block: number of positions in a block: the tokens of a video frame, for example.
+    ids: in place of `block` the number of each position's block, for all batch elements or for each; a query sees the
+        keys with ids[kv] <= ids[q]. Blocks may have any lengths, and positions any order, as the order in which a
+        permuted model predicts them.
+    strict: True to hide the query's own block, too. Queries of the first block then see nothing.
 
-    Source: Huang et al., Self Forcing, 2025; Arriola et al., Block Diffusion, 2025 (its sampling).
-    Peers: torchtitan's `block_causal` is a different mask, causal within documents: `document` and `causal` here.
+    Source: Huang et al., Self Forcing, 2025; Arriola et al., Block Diffusion, 2025 (its sampling); Tian et al., Visual
+        Autoregressive Modeling, 2024 (ids are scales); Yang et al., XLNet, 2019 (ids are ranks in the permutation, its
+        query stream is strict).
+    Peers: VAR attn_bias_for_masking; openpi make_attn_mask(input_mask, mask_ar), with ids = mask_ar.cumsum(1); XLNet
+        perm_mask; torchtitan's `block_causal` is a different mask, causal within documents: `document` and `causal`
+        here.
     """
-    return kv // block <= q // block
+    if ids is None:
+        own, seen = q // block, kv // block
+    else:
+        own, seen = at(ids, b, q), at(ids, b, kv)
+    return seen < own if strict else seen <= own
+
+
+@register_mask(example=lambda length: {"chunk": length // 16, "left": 2, "right": 1})
+def block_window(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    chunk: Length,
+    left: Annotated[int, "int in 0.."],
+    right: Annotated[int, "int in 0.."] = 0,
+) -> Tensor:
+    """Each query sees its own chunk, `left` chunks before it and `right` chunks after it.
+
+    chunk: number of positions in a chunk; the last chunk may be shorter.
+    left, right: numbers of chunks.
+
+    Source: Zhang et al., Unified Streaming and Non-streaming Two-pass End-to-end Model (U2), 2020; Shi et al.,
+        Emformer, 2021.
+    Peers: WeNet and ESPnet subsequent_chunk_mask(size, chunk, num_left_chunks=left), right=0; NeMo
+        att_context_style "chunked_limited" with left context in frames, left * chunk.
+    """
+    behind = q // chunk - kv // chunk
+    return (behind <= left) & (behind >= -right)

@@ -6,6 +6,7 @@ from torch import Tensor
 from flexmasks.spec import (
     Band,
     Size,
+    always,
     at,
     changes_in,
     check_covers_queries,
@@ -115,3 +116,44 @@ def cross_document(
         kv_seqlen) for documents laid end to end, which `packed(mask, offsets, kv_offsets)` takes as they are.
     """
     return at(q_document_ids, b, q) == at(kv_document_ids, b, kv)
+
+
+Groups = Annotated[Tensor, "int[N] | int[B, N] | int[1, H, N] | int[B, H, N]"]
+
+
+def _prepare_groups(
+    size: Size | None,
+    *,
+    q_group: Groups,
+    kv_group: Annotated[Tensor, "int[KV] | int[B, KV] | int[1, H, KV] | int[B, H, KV]"],
+) -> dict[str, Any]:
+    check_covers_queries("q_group", q_group.shape[-1], size, "a group")
+    return {"q_group": q_group, "kv_group": kv_group}
+
+
+@register_mask(
+    prepare=_prepare_groups,
+    example=lambda length: {
+        "q_group": [i * 7 % 16 // 4 - (i % 16 == 5) for i in range(length)],
+        "kv_group": [i % 16 // 4 for i in range(length)],
+    },
+)
+def groups(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, q_group: Tensor, kv_group: Tensor) -> Tensor:
+    """Each query sees the keys of its own group, and groups may differ between heads.
+
+    q_group: the group of each query position, [positions], [batch, positions], or [batch or 1, query heads, positions];
+        negative for a query that sees nothing. With `q_offset` also of the positions before the first query.
+    kv_group: the group of each key in the same form; negative for a key that no query sees.
+
+    Source: Kitaev et al., Reformer, 2020 (buckets); Roy et al., Routing Transformer, 2021 (clusters).
+    Peers: `cross_document` for groups that are the same in all heads and never negative; PyTorch Geometric's `batch`
+        vector, graph attention inside each graph.
+    """
+    own = _group(q_group, b, h, q)
+    return (own == _group(kv_group, b, h, kv)) & (own >= 0)
+
+
+def _group(table: Tensor, b: Tensor, h: Tensor, position: Tensor) -> Tensor:
+    if table.ndim == 3:
+        return table[b if table.shape[0] > 1 else always(0, position), h, position]
+    return at(table, b, position)

@@ -1,9 +1,9 @@
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.spec import register_mask
+from flexmasks.spec import Size, at, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 
@@ -24,21 +24,107 @@ def eagle3(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Length) -> Te
     return (kv <= q) & (kv < length) | (kv >= length) & ((kv - q) % length == 0)
 
 
-@register_mask(example=lambda length: {"length": length // 2, "block": length // 16})
-def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Length, block: Length) -> Tensor:
-    """Training of block diffusion: noised tokens, then the same tokens clean.
+def _prepare_block_diffusion(
+    size: Size | None,
+    *,
+    length: Length,
+    block: Annotated[int | None, "int in 1.."] = None,
+    block_ids: Annotated[Tensor | None, "int[N] | int[B, N]"] = None,
+    clean_first: Annotated[bool, "bool"] = False,
+) -> dict[str, Any]:
+    if (block is None) == (block_ids is None):
+        given = "neither" if block is None else "both"
+        raise ValueError(f"blocks have one size, `block`, or `block_ids` tell them: pass one of the two, got {given}.")
+    if block_ids is not None:
+        if block_ids.shape[-1] != length:
+            raise ValueError(f"`block_ids` must have a block for each of {length} tokens, got {block_ids.shape[-1]}.")
+        if size is not None and "S" not in size.at_most and size.positions > 2 * length:
+            raise ValueError(f"{length} tokens, noised and clean, make {2 * length} positions, got {size.positions}.")
+    return {"length": length, "block": block, "block_ids": block_ids, "clean_first": clean_first}
+
+
+@register_mask(prepare=_prepare_block_diffusion, example=lambda length: {"length": length // 2, "block": length // 16})
+def block_diffusion(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    length: int,
+    block: int | None,
+    block_ids: Tensor | None,
+    clean_first: bool,
+) -> Tensor:
+    """Training of block diffusion: noised tokens and the same tokens clean, one after the other.
 
     Noised tokens see the noised tokens of their own block and the clean tokens of earlier blocks. Clean tokens see the
     clean tokens of their own and of earlier blocks.
 
     length: number of tokens; positions 0 to length - 1 are noised, the next `length` positions are clean.
     block: number of tokens in a block.
+    block_ids: in place of `block` the number of each token's block, for all batch elements or for each; a block is
+        earlier if its number is smaller.
+    clean_first: True if the clean tokens come first.
 
-    Source: Arriola et al., Block Diffusion (BD3-LM), 2025, figure 3.
-    Peers: attention-gym generate_block_diffusion_mask(length, block).
+    Source: Arriola et al., Block Diffusion (BD3-LM), 2025, figure 3; Huang et al., Self Forcing, 2025 (its teacher
+        forcing: clean frames come first).
+    Peers: attention-gym generate_block_diffusion_mask(length, block); BD3-LM block_diff_mask(block_size, n), SDAR
+        block_diff_mask; Self-Forcing _prepare_teacher_forcing_mask, with clean_first and a frame's tokens as `block`.
     """
-    q_noised, kv_noised = q < length, kv < length
-    row = torch.where(q_noised, q, q - length) // block
-    column = torch.where(kv_noised, kv, kv - length) // block
-    own = (row == column) & (q_noised == kv_noised)
-    return own | ((column < row) & ~kv_noised)
+    q_second, kv_second = q >= length, kv >= length
+    q_token, kv_token = torch.where(q_second, q - length, q), torch.where(kv_second, kv - length, kv)
+    if block_ids is None:
+        row, column = q_token // block, kv_token // block
+    else:
+        row, column = at(block_ids, b, q_token), at(block_ids, b, kv_token)
+    is_clean = ~kv_second if clean_first else kv_second
+    return ((row == column) & (q_second == kv_second)) | ((column < row) & is_clean)
+
+
+def _prepare_anchored(
+    size: Size | None,
+    *,
+    anchors: Annotated[Tensor, "int[N] | int[B, N]"],
+    block: Length,
+    context: Annotated[int, "int in 0.."],
+) -> dict[str, Any]:
+    if may_read(size, anchors) and anchors.numel() and int(anchors.max()) > context:
+        raise ValueError(f"`anchors` are at most {context}, the length of the context, got {int(anchors.max())}.")
+    if size is not None and not {"Q", "KV"} & set(size.at_most):
+        drafts = anchors.shape[-1] * block
+        if size.positions_of_q > drafts or size.kv_len > context + drafts:
+            raise ValueError(
+                f"{anchors.shape[-1]} blocks of {block} tokens behind {context} tokens have {drafts} queries and "
+                f"{context + drafts} keys, got {size.positions_of_q} and {size.kv_len}."
+            )
+    return {"anchors": anchors, "block": block, "context": context}
+
+
+@register_mask(
+    prepare=_prepare_anchored,
+    example=lambda length: {
+        "anchors": [i * 5 % 8 * length // 16 for i in range(16)],
+        "block": -(-length // 16),
+        "context": length // 2,
+    },
+)
+def anchored(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, anchors: Tensor, block: int, context: int) -> Tensor:
+    """Blocks of drafted tokens, each of which sees itself and the context before its anchor.
+
+    Queries are the drafted tokens, block after block. Keys are the context and then the drafted tokens: query q of
+    block n = q // block sees the keys kv < anchors[n] of the context, and the keys of block n.
+
+    anchors: the number of tokens of the context that each block sees, for all batch elements or for each; negative for
+        a block that is left out, whose queries see nothing.
+    block: number of tokens in a block.
+    context: number of keys before those of the drafted tokens.
+
+    Source: Chen et al., DFlash, 2026.
+    Peers: SpecForge create_dflash_block_mask(anchor_positions, block_keep_mask, S=context, block_size=block) for
+        DFlash, Domino and DSpark; DeepSpec create_dspark_attention_mask.
+    """
+    own = q // block
+    anchor = at(anchors, b, own)
+    in_context = (kv < context) & (kv < anchor)
+    in_draft = (kv >= context) & ((kv - context) // block == own)
+    return (in_context | in_draft) & (anchor >= 0)

@@ -28,6 +28,53 @@ def bidirectional_spans(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: T
     return (kv <= q) | (at(first, b, q) == at(first, b, kv))
 
 
+@register_mask(
+    example=lambda length: {"span_ids": [i * 4 // length if i * 8 // length % 2 else -1 for i in range(length)]}
+)
+def private_spans(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, span_ids: Annotated[Tensor, "int[S] | int[B, S]"]
+) -> Tensor:
+    """Spans that only their own tokens see; all else is visible.
+
+    An image that is being denoised inside a text, for example: the text behind it sees its clean copy. Combine it with
+    `causal` or `bidirectional_spans`.
+
+    span_ids: the span of each position, for all batch elements or for each; negative for positions that all see.
+
+    Source: Deng et al., BAGEL, 2025 (spans of noise).
+    Peers: BAGEL create_sparse_mask with attn_modes "noise" is this, `bidirectional_spans` of the modes "full" and
+        "noise", and `document`.
+    """
+    seen = at(span_ids, b, kv)
+    return (seen < 0) | (seen == at(span_ids, b, q))
+
+
+@register_mask(
+    example=lambda length: {
+        "segment_ids": [i * 6 // length for i in range(length)],
+        "is_summary": [i * 6 // length != (i + length // 32) * 6 // length for i in range(length)],
+    }
+)
+def summaries(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    segment_ids: Annotated[Tensor, "int[S] | int[B, S]"],
+    is_summary: Annotated[Tensor, "bool[S] | bool[B, S]"],
+) -> Tensor:
+    """Causal segments, of which later ones see the summary tokens only.
+
+    segment_ids: the segment of each position, for all batch elements or for each.
+    is_summary: True for the tokens that later segments see, as gist tokens at the end of a segment.
+
+    Source: Mu et al., Learning to Compress Prompts with Gist Tokens, 2023; Chevalier et al., AutoCompressors, 2023.
+    Peers: gisting make_gist_mask, with the prompt and its gist tokens as one segment and all else as another.
+    """
+    return (kv <= q) & ((at(segment_ids, b, q) == at(segment_ids, b, kv)) | at(is_summary, b, kv))
+
+
 def _shared_prefix_prepare(
     size: Size | None,
     *,

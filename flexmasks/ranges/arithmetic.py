@@ -265,22 +265,22 @@ rule("rpow")(reflected(power))
 rule("square")(lambda a: power(a, 2))
 
 
-def power_of_two(a: Any, exponent: Any) -> Any:
+def power_of_two(a: Any, exponent: Any, largest: int = 30) -> Any:
     """The factor 2**exponent by which `a` is shifted, an int or a Range. None if an operand is not an integer, or if
-    the exponent may lie outside 0..30 or exceed the bits of the dtype, where torch may not define the shift.
+    the exponent may lie outside 0..largest or exceed the bits of the dtype, where torch may not define the shift.
     """
     if not all(type(x) is int or (isinstance(x, Range) and is_integer(x.dtype)) for x in (a, exponent)):
         return None
     if type(exponent) is int:
-        return 2**exponent if 0 <= exponent < 31 else None
+        return 2**exponent if 0 <= exponent <= largest else None
     dtype = common_dtype(a, exponent)
-    is_defined = everywhere((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2)))
+    is_defined = everywhere((exponent.lo >= 0) & (exponent.hi <= min(largest, torch.iinfo(dtype).bits + largest - 32)))
     if is_defined is False:
         return None
     lo = torch.exp2(exponent.lo)
     hi = lo if exponent.exact else torch.exp2(exponent.hi)
     if is_defined is True:
-        return Range(lo, hi, dtype, 2.0**30)
+        return Range(lo, hi, dtype, 2.0**largest)
     return Range(torch.where(is_defined, lo, -INF), torch.where(is_defined, hi, INF), dtype)
 
 

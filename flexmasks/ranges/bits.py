@@ -23,7 +23,7 @@ def shift_left(a: Any, b: Any) -> Range | None:
 
 @rule("rshift", "bitwise_right_shift")
 def shift_right(a: Any, b: Any) -> Range | None:
-    divisor = power_of_two(a, b)
+    divisor = power_of_two(a, b, largest=31)
     return None if divisor is None else floor_divide(a, divisor)
 
 

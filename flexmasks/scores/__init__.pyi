@@ -17,6 +17,8 @@ __all__ = [
     "dense_bias",
     "distance_bias",
     "forgetting",
+    "kerple",
+    "long_temperature",
     "packed",
     "paged",
     "pair_bias",
@@ -24,6 +26,7 @@ __all__ = [
     "relative_bias_2d",
     "sandwich",
     "softcap",
+    "ssmax",
     "t5_bias",
     "temperature",
 ]
@@ -94,6 +97,27 @@ def forgetting(
         half precision the sums are float32, and they are computed once a call.
     """
 
+def kerple(
+    *,
+    scales: Tensor | NDArray[Any] | Sequence[float],
+    rates: Tensor | NDArray[Any] | Sequence[float],
+) -> Score:
+    """Scores minus the logarithm of the distance, as each head learns it (KERPLE).
+
+    scales, rates: one for each query head, above 0. Tensors that require a gradient get one.
+    """
+
+def long_temperature(
+    *,
+    floor: int = 8192,
+    strength: float = 0.1,
+) -> Score:
+    """Scores of far queries made sharper, a little more after each `floor` tokens (Llama 4).
+
+    floor: number of tokens in a step; queries before position floor - 1 stay as they are.
+    strength: how much sharper; 0 for nothing.
+    """
+
 def pair_bias(
     *,
     bias: Tensor | NDArray[Any] | Sequence[Sequence[Sequence[Sequence[float]]]],
@@ -156,6 +180,15 @@ def softcap(
     cap: the bound, above 0 (Gemma 2 uses 50, Grok-1 30). A tensor that requires a gradient gets one.
     exact: on a GPU in float16 and bfloat16 tanh is the processor's own instruction, with a relative error of at most
         2**-11, the error of rounding to float16. `exact=True` computes it in full, two to three times slower.
+    """
+
+def ssmax(
+    *,
+    scales: Tensor | NDArray[Any] | Sequence[float],
+) -> Score:
+    """Scores times the logarithm of the number of keys so far (scalable softmax).
+
+    scales: one for each query head. A tensor that requires a gradient gets one.
     """
 
 def t5_bias(

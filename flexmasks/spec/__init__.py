@@ -28,6 +28,7 @@ from flexmasks.spec.indexing import leading as leading
 from flexmasks.spec.indexing import pair as pair
 from flexmasks.spec.indexing import per_batch as per_batch
 from flexmasks.spec.indexing import row_of as row_of
+from flexmasks.spec.indexing import rows_of_csr as rows_of_csr
 from flexmasks.spec.inside import example_pages as example_pages
 from flexmasks.spec.inside import positions_in_pages as positions_in_pages
 from flexmasks.spec.inside import prepare_pages as prepare_pages

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, may_read
 
 _DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a Python number as an index
 
@@ -95,6 +95,21 @@ def check_covers_queries(name: str, count: int, size: Size | None, what: str = "
             f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (positions before "
             f"q_offset count too), got {count}."
         )
+
+
+def rows_of_csr(size: Size | None, crow_name: str, crow: Tensor, col_name: str, col: Tensor) -> Tensor:
+    """Return the row of each entry of a matrix in the format CSR, or the number of rows for entries outside of all.
+
+    crow: where the entries of each row start in `col`, and their number. ValueError if it does not rise from 0 to it.
+    """
+    starts = crow.long()
+    if may_read(size, crow):
+        ends = torch.stack([starts[0], starts[-1]]).tolist() if len(starts) else []
+        if ends != [0, len(col)] or (len(starts) > 1 and int(starts.diff().min()) < 0):
+            raise ValueError(
+                f"`{crow_name}` must rise from 0 to {len(col)}, the length of `{col_name}`, got ends {ends}."
+            )
+    return torch.searchsorted(starts, torch.arange(len(col), device=starts.device), right=True) - 1
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oracles.case import Case, Random, int32, int64, mask_oracle, number_of, pair, table_of
+from oracles.case import Case, Random, int32, int64, mask_oracle, number_of, pair, row_of, runs, table_of
 
 RANDOM = Random(3)
 
@@ -31,12 +31,25 @@ def chunked_causal(b: int, h: int, q: int, kv: int, size: Case, chunk: int, star
 
 
 @mask_oracle
-def block_causal(b: int, h: int, q: int, kv: int, size: Case, block: int) -> bool:
-    """Keys below the end of the block that q is in."""
+def block_causal(
+    b: int, h: int, q: int, kv: int, size: Case, block: int | None = None, ids: Any = None, strict: bool = False
+) -> bool:
+    """Keys below the end of the block that q is in, or with `strict` below its start."""
+    if ids is not None:
+        own, seen = row_of(ids, b)[q], row_of(ids, b)[kv]
+        return bool(seen < own if strict else seen <= own)
+    assert block is not None
     end = block
     while end <= q:
         end += block
-    return kv < end
+    return kv < end - block if strict else kv < end
+
+
+@mask_oracle
+def block_window(b: int, h: int, q: int, kv: int, size: Case, chunk: int, left: int, right: int = 0) -> bool:
+    """Keys from the start of the chunk `left` chunks before q's to the end of that `right` chunks after it."""
+    start = q - q % chunk
+    return start - left * chunk <= kv < start + (1 + right) * chunk
 
 
 @mask_oracle
@@ -138,6 +151,12 @@ CASES: list[Case] = [
     Case("block_causal", {"block": 6}),
     Case("block_causal", {"block": 1}, q_len=33, kv_len=47, q_offset=(14, 3)),
     Case("block_causal", {"block": 48}, batch=1, heads=1, q_len=150, kv_len=160),
+    Case("block_causal", {"ids": RANDOM.ints(-3, 5, 2, 40), "strict": True}),
+    Case("block_causal", {"ids": runs([1, 4, 9, 16, 25, 36, 49]), "strict": False}, q_len=60, kv_len=140, q_offset=80),
+    Case("block_causal", {"ids": RANDOM.order(40).int()}, q_len=15, kv_len=40, q_offset=(4, 25)),
+    Case("block_window", {"chunk": 4, "left": 2, "right": 1}),
+    Case("block_window", {"chunk": 7, "left": 0}, q_len=23, kv_len=47, q_offset=(24, 3)),
+    Case("block_window", {"chunk": 16, "left": 1, "right": 2}, batch=1, heads=1, q_len=150, kv_len=150),
     Case("strided", {"stride": 5}),
     Case("strided", {"stride": 1}, q_len=30, kv_len=25),
     Case("strided", {"stride": 16}, q_len=23, kv_len=60, q_offset=(37, 9)),

@@ -82,7 +82,51 @@ def causal_blockwise(b: int, h: int, q: int, kv: int, size: Case, block_ids: Any
     return kv <= q and (ids[q] < 0 or ids[q] == ids[kv])
 
 
+@mask_oracle
+def groups(b: int, h: int, q: int, kv: int, size: Case, q_group: Any, kv_group: Any) -> bool:
+    """Pairs of one group, which is no negative one."""
+
+    def row(table: Any) -> Any:
+        if isinstance(table[0], list) and isinstance(table[0][0], list):
+            return table[b % len(table)][h]
+        return row_of(table, b)
+
+    return bool(row(q_group)[q] == row(kv_group)[kv] != -1)
+
+
+@mask_oracle
+def private_spans(b: int, h: int, q: int, kv: int, size: Case, span_ids: Any) -> bool:
+    """All pairs but those of a key in a span and a query outside of it."""
+    ids = row_of(span_ids, b)
+    return not (ids[kv] >= 0 and ids[q] != ids[kv])
+
+
+@mask_oracle
+def summaries(b: int, h: int, q: int, kv: int, size: Case, segment_ids: Any, is_summary: Any) -> bool:
+    """Keys up to q that are in its segment or summaries."""
+    ids = row_of(segment_ids, b)
+    return kv <= q and bool(ids[q] == ids[kv] or row_of(is_summary, b)[kv])
+
+
 CASES: list[Case] = [
+    Case("groups", {"q_group": RANDOM.ints(-1, 3, 40), "kv_group": RANDOM.ints(-1, 3, 2, 40)}),
+    Case(
+        "groups",
+        {"q_group": RANDOM.ints(-1, 4, 2, 3, 37), "kv_group": RANDOM.ints(-1, 4, 1, 3, 50)},
+        heads=3,
+        q_len=17,
+        kv_len=50,
+        q_offset=(20, 4),
+    ),
+    Case("groups", {"q_group": runs([70, 80]), "kv_group": runs([30, 120], torch.int32)}, 1, 1, 150, 150),
+    Case("private_spans", {"span_ids": RANDOM.ints(-1, 3, 40)}),
+    Case("private_spans", {"span_ids": RANDOM.ints(-2, 2, 2, 45, dtype=torch.int32)}, q_len=15, kv_len=45, q_offset=30),
+    Case("private_spans", {"span_ids": runs([40, 30, 80]) - 1}, 1, 1, 150, 150),
+    Case("summaries", {"segment_ids": runs([12, 8, 20]), "is_summary": RANDOM.bools(0.2, 40)}),
+    Case(
+        "summaries", {"segment_ids": RANDOM.ints(0, 3, 2, 50), "is_summary": RANDOM.bools(0.2, 2, 50)}, 2, 2, 25, 50, 25
+    ),
+    Case("summaries", {"segment_ids": runs([70, 80]), "is_summary": RANDOM.bools(0.05, 150)}, 1, 1, 150, 150),
     Case("grouped_tril", {"seq_lens": int64([40, 13])}),
     Case("grouped_tril", {"seq_lens": int32([0, 1, 39])}, batch=3, q_len=40, kv_len=40),
     Case("grouped_tril", {"seq_lens": int64([30, 61])}, q_len=21, kv_len=61, q_offset=40),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from oracles.case import Case, Random, int32, int64, mask_oracle, number_of, row_of
+from oracles.case import Case, Random, int32, int64, mask_oracle, number_of, row_of, runs
 
 RANDOM = Random(4)
 
@@ -40,17 +40,39 @@ def eagle3(b: int, h: int, q: int, kv: int, size: Case, length: int) -> bool:
 
 
 @mask_oracle
-def block_diffusion(b: int, h: int, q: int, kv: int, size: Case, length: int, block: int) -> bool:
+def block_diffusion(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    length: int,
+    block: int | None = None,
+    block_ids: Any = None,
+    clean_first: bool = False,
+) -> bool:
     """Blocks of a noised half and a clean half, one after the other.
 
     A noised query sees its own noised block and earlier clean ones, a clean query the clean blocks up to its own.
     """
-    q_clean, kv_clean = q >= length, kv >= length
-    row = (q - length if q_clean else q) // block
-    column = (kv - length if kv_clean else kv) // block
+
+    def block_of(token: int) -> int:
+        return int(row_of(block_ids, b)[token]) if block is None else token // block
+
+    q_clean, kv_clean = ((i < length) if clean_first else (i >= length) for i in (q, kv))
+    row, column = (block_of(i - length if i >= length else i) for i in (q, kv))
     if q_clean:
         return kv_clean and column <= row
     return column < row if kv_clean else column == row
+
+
+@mask_oracle
+def anchored(b: int, h: int, q: int, kv: int, size: Case, anchors: Any, block: int, context: int) -> bool:
+    """For the queries of block n, the first anchors[n] keys and the keys of block n behind the context."""
+    n = q // block
+    anchor = row_of(anchors, b)[n]
+    drafts = range(context + n * block, context + (n + 1) * block)
+    return anchor >= 0 and (kv < min(anchor, context) or kv in drafts)
 
 
 @mask_oracle
@@ -90,6 +112,18 @@ CASES: list[Case] = [
     Case("block_diffusion", {"length": 23, "block": 5}, q_len=46, kv_len=46),
     Case("block_diffusion", {"length": 20, "block": 1}, q_len=11, kv_len=40, q_offset=(0, 29)),
     Case("block_diffusion", {"length": 75, "block": 16}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("block_diffusion", {"length": 20, "block": 3, "clean_first": True}),
+    Case(
+        "block_diffusion",
+        {"length": 21, "block_ids": torch.stack([runs([2, 9, 1, 9]), RANDOM.ints(0, 4, 21)]), "clean_first": True},
+        q_len=20,
+        kv_len=42,
+        q_offset=(22, 5),
+    ),
+    Case("block_diffusion", {"length": 20, "block_ids": runs([5, 1, 7, 7], torch.int32)}),
+    Case("anchored", {"anchors": int64([0, 9, -1, 20]), "block": 5, "context": 20}, q_len=20, kv_len=40),
+    Case("anchored", {"anchors": RANDOM.ints(-1, 12, 2, 13), "block": 3, "context": 11}, q_len=37, kv_len=50),
+    Case("anchored", {"anchors": int32([3, 70]), "block": 75, "context": 70}, 1, 1, q_len=150, kv_len=150),
     Case("key_eviction", {"evicted": RANDOM.ints(0, 50, 40)}),
     Case(
         "key_eviction",

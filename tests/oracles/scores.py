@@ -199,7 +199,44 @@ def forgetting(scores: Tensor, case: Case, log_gates: Tensor) -> Tensor:
     return scores + torch.stack(rows).reshape(scores.shape)
 
 
+@score_oracle
+def kerple(scores: Tensor, case: Case, scales: Tensor, rates: Tensor) -> Tensor:
+    """s - scale * ln(1 + rate * |q - kv|)."""
+    return scores - _table(scores, case, lambda h, q, kv: scales[h] * (1 + rates[h] * abs(q - kv)).log())
+
+
+@score_oracle
+def ssmax(scores: Tensor, case: Case, scales: Tensor) -> Tensor:
+    """s * scale * ln(q + 1)."""
+    return scores * _table(scores, case, lambda h, q, kv: scales[h] * math.log(q + 1))
+
+
+@score_oracle
+def long_temperature(scores: Tensor, case: Case, floor: int = 8192, strength: float = 0.1) -> Tensor:
+    """s * (1 + strength * ln(1 + whole steps of `floor` in q + 1))."""
+    return scores * _table(
+        scores,
+        case,
+        lambda h, q, kv: torch.tensor(1 + strength * math.log(1 + math.floor((q + 1) / floor)), dtype=torch.float64),
+    )
+
+
 CASES: list[Case] = [
+    Case("kerple", {"scales": RANDOM.floats(2).abs(), "rates": RANDOM.floats(2).abs()}),
+    Case("kerple", {"scales": RANDOM.floats(3).abs(), "rates": RANDOM.floats(3).abs()}, 2, 3, 17, 51, (3, 30)),
+    Case(
+        "kerple",
+        {"scales": RANDOM.floats(2).abs(), "rates": RANDOM.floats(2).abs() + 9},
+        q_len=9,
+        kv_len=70,
+        q_offset=61,
+    ),
+    Case("ssmax", {"scales": RANDOM.floats(2)}),
+    Case("ssmax", {"scales": RANDOM.floats(3)}, 2, 3, 17, 51, (3, 30)),
+    Case("ssmax", {"scales": RANDOM.floats(2)}, q_len=20, kv_len=30, q_offset=10),
+    Case("long_temperature", {"floor": 4}),
+    Case("long_temperature", {"floor": 1, "strength": -0.2}, q_len=17, kv_len=51, q_offset=(3, 30)),
+    Case("long_temperature", {"floor": 30, "strength": 2.0}, q_len=20, kv_len=50, q_offset=30),
     Case("alibi", {}, heads=2, q_len=23, kv_len=23),
     Case("alibi", {}, heads=3, q_len=13, kv_len=30, q_offset=17),
     Case("alibi", {}, heads=8, q_len=17, kv_len=11),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oracles.case import Case, Random, int32, int64, mask_oracle, table_of
+from oracles.case import Case, Random, int32, int64, mask_oracle, row_of, table_of
 
 RANDOM = Random(5)
 
@@ -73,7 +73,76 @@ def slices(
     return False
 
 
+@mask_oracle
+def intervals(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    starts: Any,
+    ends: Any,
+    other_starts: Any = None,
+    other_ends: Any = None,
+) -> bool:
+    """Keys of the query's interval or of its other one."""
+    pairs = [(starts, ends)] if other_starts is None else [(starts, ends), (other_starts, other_ends)]
+    return any(kv in range(row_of(first, b)[q], row_of(end, b)[q]) for first, end in pairs)
+
+
+@mask_oracle
+def edges(b: int, h: int, q: int, kv: int, size: Case, crow: list[int], col: list[int]) -> bool:
+    """Keys that are listed for q."""
+    return kv in col[crow[q] : crow[q + 1]]
+
+
+@mask_oracle
+def topk(b: int, h: int, q: int, kv: int, size: Case, indices: Any, granularity: int = 1) -> bool:
+    """Keys of the entries that are listed for q; h // (heads / G) is the list of head h."""
+    rows = indices[b] if isinstance(indices[0][0][0], list) else indices
+    lists = rows[q]
+    return any(
+        kv in range(i * granularity, (i + 1) * granularity) for i in lists[h * len(lists) // size.heads] if i >= 0
+    )
+
+
+def _graph(rows: int, columns: int, fraction: float) -> dict[str, Any]:
+    """Return a random graph in which some edges stand twice, and the columns of a row in any order."""
+    marked = RANDOM.bools(fraction, rows, columns)
+    listed = [[*row.nonzero()[:, 0].flip(0).tolist(), *row.nonzero()[:2, 0].tolist()] for row in marked]
+    counts = torch.tensor([0, *map(len, listed)])
+    return {"crow": counts.cumsum(0), "col": int64([kv for row in listed for kv in row])}
+
+
 CASES: list[Case] = [
+    Case("intervals", {"starts": RANDOM.ints(-3, 30, 40), "ends": RANDOM.ints(0, 50, 2, 40)}),
+    Case(
+        "intervals",
+        {
+            name: RANDOM.ints(0, 50, 2, 37, dtype=torch.int32)
+            for name in ("starts", "ends", "other_starts", "other_ends")
+        },
+        q_len=17,
+        kv_len=50,
+        q_offset=(20, 4),
+    ),
+    Case("intervals", {"starts": torch.zeros(150).int(), "ends": torch.arange(150) // 2}, 1, 1, 150, 150),
+    Case("edges", _graph(40, 40, 0.1)),
+    Case("edges", _graph(70, 75, 0.02), q_len=33, kv_len=75, q_offset=(37, 4)),
+    Case("edges", {"crow": torch.zeros(41).int(), "col": int64([])}),
+    Case("edges", _graph(150, 150, 0.01), 1, 1, 150, 150),
+    Case("topk", {"indices": RANDOM.ints(-1, 40, 40, 1, 5)}),
+    Case(
+        "topk",
+        {"indices": RANDOM.ints(-1, 13, 2, 37, 2, 3, dtype=torch.int32), "granularity": 4},
+        2,
+        4,
+        17,
+        50,
+        (20, 4),
+    ),
+    Case("topk", {"indices": RANDOM.ints(-1, 3, 2, 40, 3, 1), "granularity": 16}, heads=3),
+    Case("topk", {"indices": RANDOM.ints(0, 150, 150, 1, 9)}, 1, 1, 150, 150),
     Case("dense", {"visible": RANDOM.bools(0.3, 40, 40)}),
     Case("dense", {"visible": RANDOM.bools(0.3, 2, 3, 31, 31)}, heads=3, q_len=17, kv_len=31, q_offset=(14, 0)),
     Case("dense", {"visible": RANDOM.bools(0.3, 2, 1, 40, 40)}),
