@@ -73,7 +73,7 @@ def anchored(
     block: int,
     context: int,
 ) -> Mask:
-    """Blocks of drafted tokens, each of which sees itself and the context before its anchor.
+    """Drafted blocks: each sees itself and the context before its anchor.
 
     anchors: the number of tokens of the context that each block sees, for all batch elements or for each; negative for
         a block that is left out, whose queries see nothing.
@@ -145,7 +145,7 @@ def block_diffusion(
     block_ids: Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None = None,
     clean_first: bool = False,
 ) -> Mask:
-    """Training of block diffusion: noised tokens and the same tokens clean, one after the other.
+    """Training of block diffusion: noised tokens beside the same tokens clean.
 
     length: number of tokens; positions 0 to length - 1 are noised, the next `length` positions are clean.
     block: number of tokens in a block.
@@ -183,7 +183,7 @@ def block_window(
     left: int,
     right: int = 0,
 ) -> Mask:
-    """Each query sees its own chunk, `left` chunks before it and `right` chunks after it.
+    """Each query sees its chunk, `left` chunks before it and `right` after it.
 
     chunk: number of positions in a chunk; the last chunk may be shorter.
     left, right: numbers of chunks.
@@ -304,7 +304,7 @@ def edges(
     crow: Tensor | NDArray[Any] | Sequence[int],
     col: Tensor | NDArray[Any] | Sequence[int],
 ) -> Mask:
-    """The edges of a graph: each query sees the keys that its row of a sparse matrix lists.
+    """The edges of a graph: each query sees the keys that its row lists.
 
     crow: [rows + 1], the place in `col` where the keys of each query position start, and the number of edges, as in
         the format CSR; with `q_offset` also of the positions before the first query.

@@ -87,7 +87,7 @@ def block_window(
     left: Annotated[int, "int in 0.."],
     right: Annotated[int, "int in 0.."] = 0,
 ) -> Tensor:
-    """Each query sees its own chunk, `left` chunks before it and `right` chunks after it.
+    """Each query sees its chunk, `left` chunks before it and `right` after it.
 
     chunk: number of positions in a chunk; the last chunk may be shorter.
     left, right: numbers of chunks.

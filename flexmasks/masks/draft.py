@@ -55,7 +55,7 @@ def block_diffusion(
     block_ids: Tensor | None,
     clean_first: bool,
 ) -> Tensor:
-    """Training of block diffusion: noised tokens and the same tokens clean, one after the other.
+    """Training of block diffusion: noised tokens beside the same tokens clean.
 
     Noised tokens see the noised tokens of their own block and the clean tokens of earlier blocks. Clean tokens see the
     clean tokens of their own and of earlier blocks.
@@ -109,7 +109,7 @@ def _prepare_anchored(
     },
 )
 def anchored(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, anchors: Tensor, block: int, context: int) -> Tensor:
-    """Blocks of drafted tokens, each of which sees itself and the context before its anchor.
+    """Drafted blocks: each sees itself and the context before its anchor.
 
     Queries are the drafted tokens, block after block. Keys are the context and then the drafted tokens: query q of
     block n = q // block sees the keys kv < anchors[n] of the context, and the keys of block n.

@@ -55,7 +55,7 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def edges(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tiles: Tensor, words: Tensor) -> Tensor:
-    """The edges of a graph: each query sees the keys that its row of a sparse matrix lists.
+    """The edges of a graph: each query sees the keys that its row lists.
 
     crow: [rows + 1], the place in `col` where the keys of each query position start, and the number of edges, as in
         the format CSR; with `q_offset` also of the positions before the first query.

@@ -112,7 +112,7 @@ def long_temperature(
     floor: int = 8192,
     strength: float = 0.1,
 ) -> Score:
-    """Scores of far queries made sharper, a little more after each `floor` tokens (Llama 4).
+    """Sharper scores for far queries, a step more after each `floor` tokens.
 
     floor: number of tokens in a step; queries before position floor - 1 stay as they are.
     strength: how much sharper; 0 for nothing.

@@ -34,7 +34,7 @@ def long_temperature(
     floor: Annotated[int, "int in 1.."] = 8192,
     strength: Annotated[float, "float"] = 0.1,
 ) -> Tensor:
-    """Scores of far queries made sharper, a little more after each `floor` tokens (Llama 4).
+    """Sharper scores for far queries, a step more after each `floor` tokens.
 
     The score becomes score * (1 + strength * log(1 + (q + 1) // floor)).
 
