@@ -181,7 +181,7 @@ def block_window(
     *,
     chunk: int,
     left: int,
-    right: int = 0,
+    right: int,
 ) -> Mask:
     """Each query sees its chunk, `left` chunks before it and `right` after it.
 

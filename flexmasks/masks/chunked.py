@@ -47,12 +47,12 @@ def _prepare_block_causal(
     if (block is None) == (ids is None):
         given = "neither" if block is None else "both"
         raise ValueError(f"blocks have one size, `block`, or are told by `ids`: pass one of the two, got {given}.")
-    return {"block": block, "ids": ids, "strict": strict}
+    return {"block": block or 1, "ids": ids, "strict": strict}
 
 
 @register_mask(prepare=_prepare_block_causal, example=lambda length: {"block": length // 8})
 def block_causal(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: int | None, ids: Tensor | None, strict: bool
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: int, ids: Tensor | None, strict: bool
 ) -> Tensor:
     """Keys up to the end of the query's block: causal between blocks, full inside.
 
@@ -85,7 +85,7 @@ def block_window(
     *,
     chunk: Length,
     left: Annotated[int, "int in 0.."],
-    right: Annotated[int, "int in 0.."] = 0,
+    right: Annotated[int, "int in 0.."],
 ) -> Tensor:
     """Each query sees its chunk, `left` chunks before it and `right` after it.
 

@@ -28,9 +28,10 @@ _RESULTS = Path(__file__).parent.parent / "results/registry_gpu.json"
 USES = {
     "Text": (
         "causal", "sliding_window", "prefix_lm", "chunked_causal", "block_causal", "full", "local", "chunked", "band",
+        "block_window", "summaries",
     ),
     "Several sequences in a row": (
-        "packed", "document", "cross_document", "causal_blockwise", "shared_prefix", "multi_item",
+        "packed", "document", "cross_document", "causal_blockwise", "shared_prefix", "multi_item", "groups",
     ),
     "Padded batches": ("padding", "key_padding", "grouped_tril"),
     "Long text": (
@@ -38,10 +39,10 @@ USES = {
         "vertical_slash", "key_eviction",
     ),
     "Images and video": ("natten", "natten1d", "natten3d", "sasa", "sliding_tile", "temporal_window"),
-    "Text with images": ("bidirectional_spans", "vision_cross"),
-    "Serving and drafts": ("paged", "tree", "eagle3"),
+    "Text with images": ("bidirectional_spans", "private_spans", "vision_cross"),
+    "Serving and drafts": ("paged", "tree", "eagle3", "anchored"),
     "Diffusion of text": ("block_diffusion", "inverse_causal"),
-    "Tables and lists of blocks": ("block_topk", "block_sparse", "bsr", "slices", "dense"),
+    "Tables and lists": ("topk", "block_topk", "block_sparse", "bsr", "intervals", "edges", "slices", "dense"),
 }  # fmt: skip
 
 

@@ -417,6 +417,7 @@ _LATER = {
     if (case.batch, case.heads, case.q_len, case.kv_len) == _SIZES and case.q_offset == 0
 }
 _OTHERS = [
+    Case("anchored", {"anchors": int64([[9, 0, -1, 10, 3], [1, 2, 4, -1, 0]]), "block": 8, "context": 10}),
     Case("cross_document", {"q_document_ids": runs([13, 20, 7]), "kv_document_ids": int32([[0, 2] * 20, [1] * 40])}),
     Case("natten", {"height": 5, "width": 8, "kernel": (3, 4), "dilation": (1, 2), "causal": (False, True)}),
     Case("natten3d", {"depth": 2, "height": 4, "width": 5, "kernel": (2, 3, 2), "stride": (1, 2, 1)}),

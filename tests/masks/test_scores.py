@@ -136,8 +136,8 @@ def _add_rounding(want: Tensor, lse: Tensor, out: Tensor, weight: Tensor, learne
 
 _IN_TURN = [
     ["softcap", "temperature", "checkerboard", "relative_bias", "distance_bias"],
-    ["alibi", "t5_bias", "dense_bias", "sandwich"],
-    ["pair_bias", "relative_bias_2d", "decomposed_bias", "forgetting"],
+    ["alibi", "t5_bias", "dense_bias", "sandwich", "kerple"],
+    ["pair_bias", "relative_bias_2d", "decomposed_bias", "forgetting", "ssmax", "long_temperature"],
 ]
 
 

@@ -46,7 +46,7 @@ def block_causal(
 
 
 @mask_oracle
-def block_window(b: int, h: int, q: int, kv: int, size: Case, chunk: int, left: int, right: int = 0) -> bool:
+def block_window(b: int, h: int, q: int, kv: int, size: Case, chunk: int, left: int, right: int) -> bool:
     """Keys from the start of the chunk `left` chunks before q's to the end of that `right` chunks after it."""
     start = q - q % chunk
     return start - left * chunk <= kv < start + (1 + right) * chunk
@@ -155,7 +155,7 @@ CASES: list[Case] = [
     Case("block_causal", {"ids": runs([1, 4, 9, 16, 25, 36, 49]), "strict": False}, q_len=60, kv_len=140, q_offset=80),
     Case("block_causal", {"ids": RANDOM.order(40).int()}, q_len=15, kv_len=40, q_offset=(4, 25)),
     Case("block_window", {"chunk": 4, "left": 2, "right": 1}),
-    Case("block_window", {"chunk": 7, "left": 0}, q_len=23, kv_len=47, q_offset=(24, 3)),
+    Case("block_window", {"chunk": 7, "left": 0, "right": 0}, q_len=23, kv_len=47, q_offset=(24, 3)),
     Case("block_window", {"chunk": 16, "left": 1, "right": 2}, batch=1, heads=1, q_len=150, kv_len=150),
     Case("strided", {"stride": 5}),
     Case("strided", {"stride": 1}, q_len=30, kv_len=25),
