@@ -47,7 +47,7 @@ def _prepare_block_causal(
     if (block is None) == (ids is None):
         given = "neither" if block is None else "both"
         raise ValueError(f"blocks have one size, `block`, or are told by `ids`: pass one of the two, got {given}.")
-    return {"block": block or 1, "ids": ids, "strict": strict}
+    return {"block": 1 if block is None else block, "ids": ids, "strict": strict}
 
 
 @register_mask(prepare=_prepare_block_causal, example=lambda length: {"block": length // 8})

@@ -40,7 +40,12 @@ def _prepare_block_diffusion(
             raise ValueError(f"`block_ids` must have a block for each of {length} tokens, got {block_ids.shape[-1]}.")
         if size is not None and "S" not in size.at_most and size.positions > 2 * length:
             raise ValueError(f"{length} tokens, noised and clean, make {2 * length} positions, got {size.positions}.")
-    return {"length": length, "block": block or 1, "block_ids": block_ids, "clean_first": clean_first}
+    return {
+        "length": length,
+        "block": 1 if block is None else block,
+        "block_ids": block_ids,
+        "clean_first": clean_first,
+    }
 
 
 @register_mask(prepare=_prepare_block_diffusion, example=lambda length: {"length": length // 2, "block": length // 16})
