@@ -62,7 +62,7 @@ _READ_AS_THEY_ARE = {torch.int8, torch.int16, torch.float16, torch.bfloat16, tor
 _OF_WHAT_IS_READ = {"lt", "le", "gt", "ge"}  # of one dtype
 _SELECTIONS = {"abs", "clamp", "clamp_max", "clamp_min", "maximum", "minimum", "neg", "where"}  # of floating numbers
 _OF_SCORES_ON_FLASH = {
-    *_OF_NUMBERS, *_OF_TRUTH, "exp", "exp2", "log", "sigmoid", "tanh", "tanh_approx", "index",
+    *_OF_NUMBERS, *_OF_TRUTH, "exp", "exp2", "sigmoid", "tanh", "tanh_approx", "index",
 } - {"bitwise_left_shift", "bitwise_right_shift", "clamp", "clamp_max", "clamp_min", "pow"}  # fmt: skip
 
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, at, may_read, register_mask
+from flexmasks.spec import Size, at, check_covers_queries, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 
@@ -95,13 +95,12 @@ def _prepare_anchored(
 ) -> dict[str, Any]:
     if may_read(size, anchors) and anchors.numel() and int(anchors.max()) > context:
         raise ValueError(f"`anchors` are at most {context}, the length of the context, got {int(anchors.max())}.")
-    if size is not None and not {"Q", "KV"} & set(size.at_most):
-        drafts = anchors.shape[-1] * block
-        if size.positions_of_q > drafts or size.kv_len > context + drafts:
-            raise ValueError(
-                f"{anchors.shape[-1]} blocks of {block} tokens behind {context} tokens have {drafts} queries and "
-                f"{context + drafts} keys, got {size.positions_of_q} and {size.kv_len}."
-            )
+    drafts = anchors.shape[-1] * block
+    check_covers_queries("anchors", drafts, size, "a block")
+    if size is not None and "KV" not in size.at_most and size.kv_len > context + drafts:
+        raise ValueError(
+            f"{context} tokens and {drafts // block} blocks of {block} are {context + drafts} keys, got {size.kv_len}."
+        )
     return {"anchors": anchors, "block": block, "context": context}
 
 

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, may_read, register_mask, rows_of_csr
+from flexmasks.spec import Size, bounded, may_read, register_mask, rows_of_csr
 
 _TILE = 32  # rows and columns; a row of a tile is one word
 
@@ -28,7 +28,7 @@ def _prepare(
     value = torch.where(bit == _TILE - 1, -(1 << _TILE - 1), 1 << bit)
     words = torch.zeros((count + 1) * _TILE, dtype=torch.int64, device=code.device)
     words.index_add_(0, number * _TILE + code // _TILE % _TILE, torch.where(_changes(code), value, 0))
-    return {"tiles": tiles.view(-1, across), "words": words.int().view(-1, _TILE)}
+    return {"tiles": bounded(tiles.view(-1, across), 0, count), "words": words.int().view(-1, _TILE)}
 
 
 def _columns(size: Size | None, col: Tensor) -> int:

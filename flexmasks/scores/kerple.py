@@ -1,14 +1,22 @@
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.spec import register_score
-
-PerHead = Annotated[Tensor, "float[H]"]
+from flexmasks.spec import Size, register_score
 
 
-@register_score(example=lambda length: {"scales": [1.0], "rates": [0.5]}, relative=True)
+def _prepare(
+    size: Size | None, *, scales: Annotated[Tensor, "float[H]"], rates: Annotated[Tensor, "float[H]"]
+) -> dict[str, Any]:
+    biases = None
+    if size is not None and not (scales.requires_grad or rates.requires_grad):
+        distance = torch.arange(size.positions, dtype=torch.float64, device=size.device)
+        biases = (scales.double()[:, None] * torch.log1p(rates.double()[:, None] * distance)).to(size.dtype)
+    return {"scales": scales, "rates": rates, "biases": biases}
+
+
+@register_score(prepare=_prepare, example=lambda length: {"scales": [1.0], "rates": [0.5]}, relative=True)
 def kerple(
     score: Tensor,
     b: Tensor,
@@ -16,8 +24,9 @@ def kerple(
     q: Tensor,
     kv: Tensor,
     *,
-    scales: PerHead,
-    rates: PerHead,
+    scales: Tensor,
+    rates: Tensor,
+    biases: Tensor | None,
 ) -> Tensor:
     """Scores minus the logarithm of the distance, as each head learns it (KERPLE).
 
@@ -29,4 +38,7 @@ def kerple(
         logarithmic kernel).
     Peers: GPT-NeoX ParallelKerpleLog (bias_p=scales, bias_a=rates).
     """
-    return score - scales[h] * torch.log(1 + rates[h] * (q - kv).abs().to(score.dtype))
+    distance = (q - kv).abs()
+    if biases is None:
+        return score - scales[h] * torch.log(1 + rates[h] * distance.to(score.dtype))
+    return score - biases[h, distance]

@@ -1,15 +1,29 @@
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.spec import register_score
+from flexmasks.spec import Size, register_score
 
 
-@register_score(example=lambda length: {"scales": [0.4]})
-def ssmax(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scales: Annotated[Tensor, "float[H]"]
-) -> Tensor:
+def _of_positions(size: Size | None, factor: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """A table of the factors of all positions, which kernels read sooner than they take logarithms."""
+    if size is None:
+        return None
+    return factor(torch.arange(size.positions, dtype=torch.float64, device=size.device)).to(size.dtype)
+
+
+def _log_of_keys(position: Tensor) -> Tensor:
+    return torch.log(position + 1)
+
+
+def _prepare_ssmax(size: Size | None, *, scales: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:
+    return {"scales": scales, "logs": _of_positions(size, _log_of_keys)}
+
+
+@register_score(prepare=_prepare_ssmax, example=lambda length: {"scales": [0.4]})
+def ssmax(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scales: Tensor, logs: Tensor | None) -> Tensor:
     """Scores times the logarithm of the number of keys so far (scalable softmax).
 
     The score becomes score * scales[h] * log(q + 1): attention to many keys stays as sharp as to few. The first query
@@ -20,10 +34,24 @@ def ssmax(
     Source: Nakanishi, Scalable-Softmax Is Superior for Attention, 2025.
     Peers: none by name; implementations scale the queries by s * log(n).
     """
-    return score * (scales[h] * torch.log((q + 1).to(score.dtype)))
+    return score * (scales[h] * (_log_of_keys(q.to(score.dtype)) if logs is None else logs[q]))
 
 
-@register_score(example=lambda length: {"floor": length // 16})
+def _factor(position: Tensor, floor: int, strength: float) -> Tensor:
+    return 1 + strength * torch.log(torch.floor((position + 1) / floor) + 1)
+
+
+def _prepare_long_temperature(
+    size: Size | None,
+    *,
+    floor: Annotated[int, "int in 1.."] = 8192,
+    strength: Annotated[float, "float"] = 0.1,
+) -> dict[str, Any]:
+    factors = _of_positions(size, lambda position: _factor(position, floor, strength))
+    return {"floor": floor, "strength": strength, "factors": factors}
+
+
+@register_score(prepare=_prepare_long_temperature, example=lambda length: {"floor": length // 16})
 def long_temperature(
     score: Tensor,
     b: Tensor,
@@ -31,8 +59,9 @@ def long_temperature(
     q: Tensor,
     kv: Tensor,
     *,
-    floor: Annotated[int, "int in 1.."] = 8192,
-    strength: Annotated[float, "float"] = 0.1,
+    floor: int,
+    strength: float,
+    factors: Tensor | None,
 ) -> Tensor:
     """Sharper scores for far queries, a step more after each `floor` tokens.
 
@@ -45,4 +74,4 @@ def long_temperature(
     Peers: Hugging Face Llama4TextAttention floor_scale, attn_scale with attn_temperature_tuning; Ministral 3's
         llama_4_scaling_beta, original_max_position_embeddings count (q) // floor, one position later.
     """
-    return score * (1 + strength * torch.log(((q + 1) // floor + 1).to(score.dtype)))
+    return score * (_factor(q.to(score.dtype), floor, strength) if factors is None else factors[q])

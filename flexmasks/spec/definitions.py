@@ -322,7 +322,8 @@ def _hint(kind: str, name: str) -> str:
     whole = rf"(?<!\w){written}(?!\w)"
     part = written if len(name) >= _LONG else rf"(?<![^\W_]){written}(?![^\W_])"
     plain = _written(re.sub(_GENERIC, "", name, flags=re.IGNORECASE))
-    fewest_parameters_first = sorted(known, key=lambda n: len(known[n].parameters))
+    parameters = {n: known[n].parameters.values() for n in known}
+    fewest_parameters_first = sorted(known, key=lambda n: (sum(p.required for p in parameters[n]), len(parameters[n])))
     hints = (
         [repr(n) for n in known if re.fullmatch(written, n)],
         [repr(n) for n in fewest_parameters_first if re.match(written, n)][:_MOST_ENTRIES],

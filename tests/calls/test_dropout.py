@@ -32,10 +32,15 @@ def kept(dropout: Dropout, batch: int, heads: int, q_len: int, kv_len: int) -> T
 
 
 def inputs(
-    heads: int = 4, kv_heads: int = 2, q_len: int = 50, kv_len: int = 50, dtype: torch.dtype = torch.float64
+    heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 50,
+    kv_len: int = 50,
+    size: int = 8,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = (heads, q_len, 8), (kv_heads, kv_len, 8), (kv_heads, kv_len, 24)
+    shapes = (heads, q_len, size), (kv_heads, kv_len, size), (kv_heads, kv_len, 24)
     return [torch.randn(2, *shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
@@ -334,7 +339,7 @@ def test_compiled_for_a_cpu() -> None:
 
 
 def _on_gpu(dtype: torch.dtype, **sizes: int) -> list[Tensor]:
-    return [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(**sizes)]
+    return [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(size=16, **sizes)]  # flex takes no fewer
 
 
 @pytest.mark.gpu

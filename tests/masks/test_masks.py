@@ -527,7 +527,7 @@ BAD = [
     ("block_diffusion", {"length": 32, "block_ids": [0] * 31}, ValueError, "each of 32 tokens, got 31"),
     ("block_diffusion", {"length": 31, "block_ids": [0] * 31}, ValueError, "make 62 positions, got 64"),
     ("anchored", {"anchors": [0, 33], "block": 32, "context": 32}, ValueError, "at most 32, .* got 33"),
-    ("anchored", {"anchors": [0, 3], "block": 16, "context": 32}, ValueError, "32 queries and 64 keys, got 64 and 64"),
+    ("anchored", {"anchors": [0, 3], "block": 16, "context": 32}, ValueError, "a block for each of the 64 .* got 32"),
     ("groups", {"q_group": [0] * 63, "kv_group": [0] * 64}, ValueError, "a group for each of the 64 pos"),
     (
         "intervals",
