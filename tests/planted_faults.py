@@ -345,7 +345,7 @@ FAULTS: list[Fault] = [
     ),
     Fault("masks/vertical_slash.py", "torch.where(index > rest, rest, index).int()", "index.int()"),
     Fault("masks/padding.py", "kv < kv_lens[b]", "kv <= kv_lens[b]"),
-    Fault("masks/flashmask.py", "h if evicted.shape[1] > 1 else always(0, kv)", "h"),
+    Fault("spec/indexing.py", "table[*leading(table, b, h, position), position]", "table[b, h, position]"),
     Fault("masks/natten.py", "        leader = torch.where(leader > end, end, leader)\n", ""),
     Fault("masks/sliding_tile.py", "any(w > n for w, n in", "any(w >= n for w, n in"),
     Fault(

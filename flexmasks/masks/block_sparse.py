@@ -3,9 +3,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, leading, may_read, pair, register_mask, rows_of_csr
+from flexmasks.spec import Size, entries_of_keys, leading, pair, register_mask, rows_of_csr
 
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
+_REASON = ": there are {count} blocks of keys"
 
 
 def _prepare(
@@ -48,7 +49,7 @@ def _bsr_prepare(
     block: Block,
 ) -> dict[str, Any]:
     rows = rows_of_csr(size, "crow_indices", crow_indices, "col_indices", col_indices)
-    columns = _columns(size, "col_indices", col_indices, pair(block))
+    columns = entries_of_keys(size, "col_indices", col_indices, pair(block)[1], _REASON)
     # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
     # the table has a spare row, for columns outside of all rows.
     visible_blocks = torch.zeros((len(crow_indices), columns), dtype=torch.bool, device=rows.device)
@@ -88,7 +89,7 @@ def _topk_prepare(
     ],
     block: Block,
 ) -> dict[str, Any]:
-    columns = _columns(size, "indices", indices, pair(block))
+    columns = entries_of_keys(size, "indices", indices, pair(block)[1], _REASON)
     visible_blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     visible_blocks.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
     return _checked(size, visible_blocks[..., :-1].contiguous(), pair(block))
@@ -117,17 +118,6 @@ def block_topk(
     Peers: attention-gym create_vsa_block_mask; flash-linear-attention parallel_nsa(block_indices).
     """
     return block_sparse(b, h, q, kv, visible_blocks=visible_blocks, block=block)
-
-
-def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
-    """The number of blocks of keys; ValueError if an index is not below it."""
-    if size is not None and not may_read(size, indices):
-        return -(-size.kv_len // block[1])
-    used = int(indices.max()) + 1 if indices.numel() else 1
-    columns = used if size is None else -(-size.kv_len // block[1])
-    if used > columns:
-        raise ValueError(f"`{name}` must be below {columns}: there are {columns} blocks of keys, got {used - 1}.")
-    return columns
 
 
 def _checked(size: Size | None, visible_blocks: Tensor, block: tuple[int, int]) -> dict[str, Any]:

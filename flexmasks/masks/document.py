@@ -6,8 +6,8 @@ from torch import Tensor
 from flexmasks.spec import (
     Band,
     Size,
-    always,
     at,
+    at_head,
     changes_in,
     check_covers_queries,
     in_documents,
@@ -149,11 +149,5 @@ def groups(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, q_group: Tensor, kv_g
     Peers: `cross_document` for groups that are the same in all heads and never negative; PyTorch Geometric's `batch`
         vector, graph attention inside each graph.
     """
-    own = _group(q_group, b, h, q)
-    return (own == _group(kv_group, b, h, kv)) & (own >= 0)
-
-
-def _group(table: Tensor, b: Tensor, h: Tensor, position: Tensor) -> Tensor:
-    if table.ndim == 3:
-        return table[b if table.shape[0] > 1 else always(0, position), h, position]
-    return at(table, b, position)
+    own = at_head(q_group, b, h, q)
+    return (own == at_head(kv_group, b, h, kv)) & (own >= 0)

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, bounded, may_read, register_mask, rows_of_csr
+from flexmasks.spec import Size, bounded, entries_of_keys, may_read, register_mask, rows_of_csr
 
 _TILE = 32  # rows and columns; a row of a tile is one word
 
@@ -11,7 +11,7 @@ _TILE = 32  # rows and columns; a row of a tile is one word
 def _prepare(
     size: Size | None, *, crow: Annotated[Tensor, "int[R]"], col: Annotated[Tensor, "int[N] in 0.."]
 ) -> dict[str, Any]:
-    rows, columns = len(crow) - 1, _columns(size, col)
+    rows, columns = len(crow) - 1, entries_of_keys(size, "col", col, 1, ", the number of keys")
     if size is not None and "S" not in size.at_most and rows < size.positions_of_q:
         raise ValueError(f"`crow` must have a row for each of {size.positions_of_q} positions of queries, got {rows}.")
     q, kv = rows_of_csr(size, "crow", crow, "col", col), col.long()
@@ -24,20 +24,10 @@ def _prepare(
     count = len(col) if not may_read(size, crow, col) else int(number[-1]) if len(number) else 0
     tiles = torch.zeros((rows // _TILE + 1) * across, dtype=torch.int32, device=code.device)
     tiles.index_put_((tile,), number.int())
-    # A sum of the bits, each of which is counted once. The last bit is the sign.
-    value = torch.where(bit == _TILE - 1, -(1 << _TILE - 1), 1 << bit)
     words = torch.zeros((count + 1) * _TILE, dtype=torch.int64, device=code.device)
-    words.index_add_(0, number * _TILE + code // _TILE % _TILE, torch.where(_changes(code), value, 0))
+    value = torch.where(_changes(code), 1 << bit, 0)  # each bit once
+    words.index_add_(0, number * _TILE + code // _TILE % _TILE, value)
     return {"tiles": bounded(tiles.view(-1, across), 0, count), "words": words.int().view(-1, _TILE)}
-
-
-def _columns(size: Size | None, col: Tensor) -> int:
-    if size is not None and not may_read(size, col):
-        return size.kv_len
-    used = int(col.max()) + 1 if col.numel() else 1
-    if size is not None and used > size.kv_len and "KV" not in size.at_most:
-        raise ValueError(f"`col` must be below {size.kv_len}, the number of keys, got {used - 1}.")
-    return used if size is None else max(used, size.kv_len)
 
 
 def _changes(numbers: Tensor) -> Tensor:

@@ -2,7 +2,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import Size, always, leading, register_mask
+from flexmasks.spec import Size, always, at_head, leading, register_mask
 
 Ends = Annotated[Tensor, "int[KV] | int[B, KV] | int[B, H, KV] | int[B, 1, KV]"]
 
@@ -17,11 +17,7 @@ def key_eviction(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, evicted: Ends) 
     Source: Chen et al., NACL, 2024; Wang et al., FlashMask, 2024 (Random Eviction Mask).
     Peers: FlashMask startend_row_indices[..., 0] with causal=True, its Random Eviction Mask.
     """
-    if evicted.ndim == 3:
-        end = evicted[b, h if evicted.shape[1] > 1 else always(0, kv), kv]
-    else:
-        end = evicted[b, kv] if evicted.ndim == 2 else evicted[kv]
-    return (kv <= q) & (q < end)
+    return (kv <= q) & (q < at_head(evicted, b, h, kv))
 
 
 def _prepare(

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, always, check_covers_queries, may_read, register_mask
+from flexmasks.spec import Size, always, check_covers_queries, entries_of_keys, register_mask
 
 _WORD = 32
 _ENTRIES_AT_ONCE = 1 << 27  # as booleans, before they become bits
@@ -23,29 +23,16 @@ def _prepare(
             f"`indices` must have one row for all heads, for each key head, or for each query head, of {heads}, got "
             f"{count}."
         )
-    entries = _entries(size, indices, granularity)
+    reason = f": {{keys}} keys are {{count}} entries of {granularity} tokens"
+    entries = entries_of_keys(size, "indices", indices, granularity, reason)
     return {"words": _words(indices, entries), "granularity": granularity, "share": heads // count}
-
-
-def _entries(size: Size | None, indices: Tensor, granularity: int) -> int:
-    entries = 0 if size is None else -(-size.kv_len // granularity)
-    if may_read(size, indices):
-        used = int(indices.max()) + 1 if indices.numel() else 0
-        if size is not None and used > entries and "KV" not in size.at_most:
-            raise ValueError(
-                f"`indices` must be below {entries}: {size.kv_len} keys are {entries} entries of {granularity} tokens, "
-                f"got {used - 1}."
-            )
-        entries = max(entries, used)
-    return entries
 
 
 def _words(indices: Tensor, entries: int) -> Tensor:
     """The entries of each row as bits: int32[..., G, queries, words]."""
     width = -(-entries // _WORD) or 1
     places = torch.where(indices < 0, width * _WORD, indices.long()).transpose(-3, -2)
-    bit = torch.arange(_WORD, device=indices.device)
-    value = torch.where(bit == _WORD - 1, -(1 << _WORD - 1), 1 << bit)
+    value = 1 << torch.arange(_WORD, device=indices.device)
     rows = places.reshape(-1, places.shape[-1])
     words = [
         torch.zeros(len(part), width * _WORD + 1, dtype=torch.bool, device=indices.device)

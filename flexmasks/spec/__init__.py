@@ -20,9 +20,11 @@ from flexmasks.spec.bands import lie_end_to_end as lie_end_to_end
 from flexmasks.spec.by_name import says_what_to_write as says_what_to_write
 from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
+from flexmasks.spec.indexing import at_head as at_head
 from flexmasks.spec.indexing import bounded as bounded
 from flexmasks.spec.indexing import check_canvas as check_canvas
 from flexmasks.spec.indexing import check_covers_queries as check_covers_queries
+from flexmasks.spec.indexing import entries_of_keys as entries_of_keys
 from flexmasks.spec.indexing import first_row as first_row
 from flexmasks.spec.indexing import leading as leading
 from flexmasks.spec.indexing import pair as pair

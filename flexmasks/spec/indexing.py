@@ -23,6 +23,11 @@ def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
     return table[b, position] if table.ndim == 2 else table[position]
 
 
+def at_head(table: Tensor, b: Tensor, h: Tensor, position: Tensor) -> Tensor:
+    """Return a table's value at `position`; the table may be one for `at`, or [batch or 1, heads or 1, positions]."""
+    return table[*leading(table, b, h, position), position] if table.ndim == 3 else at(table, b, position)
+
+
 def always(n: int, index: Tensor) -> Tensor | int:
     """Return the constant `n` in a form that every compiler accepts as an index.
 
@@ -95,6 +100,21 @@ def check_covers_queries(name: str, count: int, size: Size | None, what: str = "
             f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (positions before "
             f"q_offset count too), got {count}."
         )
+
+
+def entries_of_keys(size: Size | None, name: str, indices: Tensor, tokens: int, reason: str) -> int:
+    """Return how many entries of some tokens the keys are, of which parameter `name` has indices.
+
+    reason: what the ValueError says if an index is not below their number, with {keys} and {count} for both numbers.
+    """
+    used = int(indices.max()) + 1 if may_read(size, indices) and indices.numel() else 1
+    if size is None:
+        return used
+    entries = -(-size.kv_len // tokens)
+    if used > entries:
+        why = reason.format(keys=size.kv_len, count=entries)
+        raise ValueError(f"`{name}` must be below {entries}{why}, got {used - 1}.")
+    return entries
 
 
 def rows_of_csr(size: Size | None, crow_name: str, crow: Tensor, col_name: str, col: Tensor) -> Tensor:
