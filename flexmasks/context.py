@@ -33,6 +33,14 @@ def is_traced_or_transformed() -> bool:
     return compat.is_compiling() or compat.transforms_active() or compat.in_forward_derivative()
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that torch.autocast casts floats to on a device, or None where it casts nothing."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch knows no autocast of "meta"
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 class invariant:  # in lower case as torch.no_grad
     """Inside this context the result of a sequence does not depend on what else is in a call.
 
@@ -115,7 +123,7 @@ class Context(NamedTuple):
     def now(cls, device: torch.device) -> Context:
         """Return what is true now for calls on a device, which torch does not trace."""
         has_transforms, kind, cuda = compat.transforms_active(), device.type, torch.backends.cuda
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows none there
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # `autocast_dtype`, without a call of a function
         return cls(
             has_transforms,
             compat.in_forward_derivative() or (has_transforms and compat.in_vmap()),

@@ -107,8 +107,7 @@ def sdpa(
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
     device = query.device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    mask, score, visible_blocks = mask_and_score(pairs, (*q.shape[:3], k.shape[2]), dtype=cast)
+    mask, score, visible_blocks = mask_and_score(pairs, (*q.shape[:3], k.shape[2]))
     name = None if mask is None else mask.name
     # torch scales what it has masked as causal, which a negative scale would turn round.
     if score is None and name in (None, "causal") and (scale is None or scale > 0) and not must_be_ours:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.context import is_capturing
+from flexmasks.context import autocast_dtype, is_capturing
 from flexmasks.masks.packed import packed
 from flexmasks.plans.alignment import sequences_aligned
 from flexmasks.plans.checks import ATTENTION, check_offset, described, fail
@@ -40,12 +40,11 @@ def as_kernels_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 @contextlib.contextmanager
 def under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast of "meta"
+    dtype = autocast_dtype(q.device) if isinstance(q, Tensor) else None
+    if dtype is None:
         yield q, k, v
         return
-    dtype = torch.get_autocast_dtype(device)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(q.device.type, enabled=False):
         yield cast_as(q, dtype), cast_as(k, dtype), cast_as(v, dtype)
 
 

@@ -134,9 +134,7 @@ def _of_mask(given: Any, query: Tensor, q_len: int, kv_len: int) -> tuple[Any, S
         batch, _, heads, _ = query.shape
         of_keys = given.shape == (batch, kv_len)
         pairs = given[:, None] if given.ndim == 3 else given
-        kind = query.device.type
-        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return mask_and_score(pairs, (batch, heads, q_len, kv_len), of_keys=of_keys, dtype=cast_to)[:2]
+        return mask_and_score(pairs, (batch, heads, q_len, kv_len), of_keys=of_keys)[:2]
     if isinstance(given, BlockMask) and given.mask_mod is None:
         given = copy.copy(given)
         given.mask_mod = noop_mask

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.context import is_capturing, is_traced_or_transformed
+from flexmasks.context import autocast_dtype, is_capturing, is_traced_or_transformed
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.parameters import can_be_read, describe, is_dense
 from flexmasks.spec.values import Mask, Score
@@ -44,9 +44,7 @@ _LATEST: Part[tuple[Tensor, _Look]] = Part(PLANS, "last tensors of pairs")
 _MOST_COMPARED = 1 << 20  # bytes of a table, which a GPU compares in no more time than it takes to read a value
 
 
-def mask_and_score(
-    pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False, dtype: torch.dtype | None = None
-) -> MaskAndScore:
+def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False) -> MaskAndScore:
     """Return what `flexmasks.attention` takes in place of a mask that is a tensor, exactly as SDPA reads it.
 
     A key is hidden where booleans are False, or where numbers that are added to the scores are -inf or near the lowest
@@ -54,7 +52,9 @@ def mask_and_score(
     it hides a key beside keys with usual numbers only: in a row of nothing else it is added, too, and the softmax is
     over the keys that are not at -inf. With `finfo.min` in float32 and bfloat16 this is the average of their values,
     because the scores are lost in rounding, and gradients of such a row are as wrong as by torch's fused kernels, which
-    compute its weights from a sum that has lost them. Rows of -inf and of False see nothing, and give 0.
+    compute its weights from a sum that has lost them. Rows of -inf and of False see nothing, and give 0. Inside
+    torch.autocast numbers but float64 are cast to its dtype first, as SDPA casts them: `finfo.min` of float32 becomes
+    -inf.
 
     The values are read once, and what they say is kept as long as the tensor, or the tensor that it is a view of, lives
     and does not change, in place either; neither is kept alive. A tensor that shows all gives no mask, and a lower
@@ -66,7 +66,6 @@ def mask_and_score(
             broadcasts to [B, H, Q, KV], and of any strides.
         sizes: B, H (of queries), Q and KV of the call.
         of_keys: whether `pairs` is [B or 1, KV], the same for all heads and queries.
-        dtype: numbers are cast to it first, as autocast does.
 
     Raises:
         TypeError: `pairs` is no dense tensor of booleans or floating numbers.
@@ -83,8 +82,8 @@ def mask_and_score(
         causal()
     """
     _check(pairs, sizes, of_keys)
-    if pairs.is_floating_point():
-        dtype = pairs.dtype if dtype is None else dtype
+    cast_to = None if pairs.dtype in (torch.bool, torch.float64) else autocast_dtype(pairs.device)
+    dtype = cast_to or pairs.dtype
     if math.prod(sizes) == 0:
         return MaskAndScore(None, None)
     learns = pairs.requires_grad
@@ -128,12 +127,12 @@ def _check(pairs: Any, sizes: Sequence[int], of_keys: bool) -> None:
         )
 
 
-def _as_table(pairs: Tensor, sizes: Sequence[int], of_keys: bool, dtype: torch.dtype | None) -> Tensor:
+def _as_table(pairs: Tensor, sizes: Sequence[int], of_keys: bool, dtype: torch.dtype) -> Tensor:
     """The tensor as [B or 1, H or 1, Q or 1, KV], as a view if it has this dtype already."""
     table = pairs[:, None, None] if of_keys else pairs.expand(*(1,) * (4 - pairs.ndim), *pairs.shape)
     if table.shape[3] != sizes[3]:
         table = table.expand(-1, -1, -1, sizes[3])
-    return table.to(dtype) if table.is_floating_point() else table
+    return table.to(dtype)
 
 
 def _visible(table: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -837,6 +837,18 @@ def test_masks_of_users(shape: tuple[int, ...]) -> None:
             assert torch.allclose(x, y, atol=TOLERANCE)
 
 
+def test_numbers_of_users_under_autocast() -> None:
+    """SDPA casts them: the lowest number of float32 is -inf in bfloat16, and 1.001 is 1."""
+    q, k, v = (x.detach() for x in _qkv())
+    bias = torch.randn(2, 1, 20, 20) + 1.001
+    bias[:, :, 7] = torch.finfo(torch.float32).min
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(Layer(), q, k, v, bias)[0].transpose(1, 2)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    assert (out[:, :, 7] == 0).all()
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
 def test_masks_of_one_key_hold_for_all_keys() -> None:
     """Check masks of BERT's step with a cache, which transformers makes for the tokens of the step alone."""
     tensors = _qkv()
