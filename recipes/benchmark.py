@@ -34,7 +34,7 @@ WHAT = {
 # Options of some benchmarks; the others measure steps that `--only` chooses.
 TAKES = {
     "blocks": ("masks", "all", "lengths", "resume"),
-    "softmax": (),
+    "softmax": ("only", "resume"),
     "attention": ("masks", "scores", "all", "lengths", "resume"),
 }
 BY_STEPS = ("only", "quick", "resume")
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     module = importlib.import_module(f"benchmarks.{arguments.what}")
     options = {"device": arguments.device, "file": arguments.json}
     if arguments.what == "softmax":
-        results: dict[str, Any] = module.softmax(**options)
+        results: dict[str, Any] = module.softmax(only=arguments.only, resume=arguments.resume, **options)
     elif arguments.what == "blocks":
         results = module.blocks(
             arguments.lengths, arguments.masks, registry=arguments.all, resume=arguments.resume, **options

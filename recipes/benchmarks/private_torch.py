@@ -35,6 +35,14 @@ def empty_compile_cache() -> contextlib.AbstractContextManager[Any]:
     return cache
 
 
+def masked_softmax(x: Tensor, hidden: Tensor) -> Tensor:
+    """Return torch's own masked softmax over the last dimension; a row that sees nothing is NaN.
+
+    hidden: booleans of x's shape, True = hidden.
+    """
+    return torch._masked_softmax(x, hidden, -1, 2)  # 2: a mask of x's shape
+
+
 @contextlib.contextmanager
 def donated_buffers_off() -> Iterator[None]:
     """Let a compiled backward pass run more than once over one graph.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.results import Row, choose_device, machine, machine_line, run_steps
+from benchmarks import private_torch
+from benchmarks.results import Row, choose_device, chosen_steps, machine, machine_line, run_steps
 from benchmarks.runner import measure_passes
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.bench.clock import Clock, device_milliseconds, interleaved, wall_milliseconds
@@ -22,6 +23,7 @@ from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 
 _RUNS = {"cuda": 15, "cpu": 5}
+_OF_TORCH = "torch._masked_softmax"
 _CALLS_IN_A_ROW = {"cuda": 500, "cpu": 5}  # of one wall time
 
 
@@ -81,7 +83,7 @@ def cases(device: torch.device) -> list[Case]:
         return [Case(name, shape, dtype, mask, beside_compiled=name in compiled) for name, mask in own]
 
     def scattered(shape: tuple[int, int, int, int], compiled: bool) -> Case:
-        hidden = (torch.rand(shape[0], 1, *shape[2:], generator=generator) < 0.3).to(device)
+        hidden = (torch.rand(shape[0], 1, *shape[2:], generator=generator) < 0.3).to(device)  # for all heads
         return Case("scaled masked", shape, torch.float16, hidden, beside_compiled=compiled)
 
     short, long = (1000, 4096) if large else (200, 256)
@@ -99,17 +101,20 @@ def cases(device: torch.device) -> list[Case]:
         cases += all_masks((1, 8, 16384, 16384), torch.bfloat16, 0.9, compiled="")
     cases += [scattered((16, 16, 2048, 2048) if large else (2, 2, 256, 256), True)]
     if large:
+        cases += [scattered(shape, True) for shape in ((1, 8, 1024, 1024), (1, 1, 4096, 4096))]
         cases += [scattered((1, 16, 16384, 16384), False)]
     return [*cases, Case("causal, host included", small, torch.float16, get_mask("causal"), wall=True)]
 
 
-def softmax(device: str | None = None, file: str | None = None) -> dict[str, Any]:
-    """Measure the softmax, print a table, and write the figures to a file."""
+def softmax(
+    device: str | None = None, file: str | None = None, only: Sequence[str] = (), resume: bool = False
+) -> dict[str, Any]:
+    """Measure the softmax, print a table, and write the figures to a file (see `results.run_benchmark`)."""
     at = choose_device(device)
     copy = _copy_bandwidth(at)
     results: dict[str, Any] = {"benchmark": "softmax", "machine": machine(at), "copy_tb_s": copy, "rows": []}
     steps = {f"{c.name}, {list(c.shape)}": functools.partial(_rows, c, at, copy) for c in cases(at)}
-    run_steps(results, steps, file)
+    run_steps(results, chosen_steps(steps, only), file, resume)
     print(table(results))
     return results
 
@@ -129,21 +134,27 @@ def table(results: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """Return the table of a run on a GPU."""
     by_key = {(r["case"], r["shape"], r["pass"], r["who"]): r for r in results["rows"]}
+    beside = [who for who in ("eager", _OF_TORCH, "torch.compile") if any(key[3] == who for key in by_key)]
     rows = []
     for case, shape, kind in dict.fromkeys(key[:3] for key in by_key):
-        ours, eager = by_key[case, shape, kind, "flexmasks"], by_key[case, shape, kind, "eager"]
-        compiled = by_key.get((case, shape, kind, "torch.compile"))
+        ours = by_key[case, shape, kind, "flexmasks"]
         of_copy = "" if "host" in case else f"{ours['share']:.0%}"
         line = [case, f"{shape} {ours['dtype']}", kind, f"{ours['ms']:.3g}", f"{ours['tb_s']:.2f}", of_copy]
-        for other in (eager, compiled):
+        for who in beside:
+            other = by_key.get((case, shape, kind, who))
             line.append("" if other is None else f"{other['ms']:.3g} ({other['ms'] / ours['ms']:.1f} x)")
         rows.append(line)
-    headers = ["case", "x", "pass", "ms", "TB/s", "of copy", "eager", "torch.compile"]
+    headers = ["case", "x", "pass", "ms", "TB/s", "of copy", *beside]
+    of_torch = (
+        f" {_OF_TORCH}, which torch does not document, reads a mask of the shape of x that was made before; a row that "
+        "sees nothing is NaN."
+    )
     return (
         f"On one {results['machine']['device']}, torch {results['machine']['torch']}; medians, backward passes through "
         "autograd. TB/s count the bytes that must move: the visible part of the input is read once, the output is "
         f'written once. "of copy" is their share of the {results["copy_tb_s"]:.2f} TB/s that a copy reached in the '
-        "same run.\n\n" + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+        f"same run.{of_torch if _OF_TORCH in beside else ''}\n\n"
+        + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     )
 
 
@@ -203,6 +214,8 @@ def _implementations(case: Case, hidden: Tensor) -> dict[str, Callable[[Tensor],
         return torch.softmax(x.masked_fill(unseen, -math.inf), -1).masked_fill(unseen, 0)
 
     implementations: dict[str, Callable[[Tensor], Tensor]] = {"flexmasks": case.ours, "eager": eager}
+    of_all = hidden.expand(case.shape).contiguous()  # its backward pass takes no smaller mask
+    implementations[_OF_TORCH] = lambda x: private_torch.masked_softmax(x if scale == 1 else x * scale, of_all)
     if case.beside_compiled:
         implementations["torch.compile"] = torch.compile(fused, dynamic=False)
     for who, module, name in (
