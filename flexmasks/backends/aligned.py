@@ -20,6 +20,7 @@ from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.lists import made_of, of_block_mask
 from flexmasks.errors import Unfit
 from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.portable import function_of_lists
 from flexmasks.plans.windows import Look
 
 
@@ -33,7 +34,7 @@ def in_one_list(block_mask: compat.BlockMask, *, full_are_hidden: bool = False) 
     partial, full = of_block_mask(block_mask)
     mask_mod = block_mask.mask_mod
     if full_are_hidden and block_mask.full_kv_num_blocks is not None:
-        mask_mod = _shown_or_full(mask_mod, full, block_mask.BLOCK_SIZE)
+        mask_mod = function_of_lists(block_mask)
     return _of_possible(block_mask.seq_lengths, partial | full, block_mask.BLOCK_SIZE, _hiding(mask_mod))
 
 
@@ -75,16 +76,6 @@ def _of_possible(lengths: Any, possible: Tensor, block_size: Any, mask_mod: Call
     by_row, of_row, _, _, by_column, of_column, *_ = lists_of_blocks(possible, torch.zeros_like(possible))
     lists = by_row, of_row, None, None, by_column, of_column, None, None
     return made_of(lengths, lists, block_size, mask_mod)
-
-
-def _shown_or_full(mask_mod: Callable[..., Tensor], full: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
-    (height, width), has_batch, has_heads = block_size, full.shape[0] > 1, full.shape[1] > 1
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        is_full = full[b if has_batch else b % 1, h if has_heads else h % 1, q // height, kv // width]
-        return mask_mod(b, h, q, kv) | is_full
-
-    return visible
 
 
 class Aligned(NamedTuple):
