@@ -11,7 +11,6 @@ from torch import Tensor
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.sizes import Offset, sized, starts_of, unread
 from flexmasks.spec.bands import band_of, packs_documents
-from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 
@@ -40,7 +39,7 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
         return "where sequences start is not known of a function that only torch's tracing can read, or of bits"
     if any(_is(m, "paged") for m in plan.mask._inside()):
         return "keys in pages lie in any order; flexmasks.paged_attention puts them in their own"
-    for inner in _joined(plan.mask):
+    for inner in plan.mask._joined():
         band = None if inner._definition.by_library else band_of(inner, unread(plan.size, plan.offset))
         if band is not None and band.sequences is not None:
             return f"of masks with sequences it knows document, cross_document and packed, not {inner.name}"
@@ -48,20 +47,13 @@ def why_unknown(plan: MaskPlan | GivenPlan, is_traced: bool) -> str | None:
     cutting = list(filter(packs_documents, plan.mask._inside()))
     if marked and cutting:
         return f"padding may count to a document: leave key_padding out, and give padding no place in {cutting[0].name}"
-    if not all(any(m is x for x in _joined(plan.mask)) for m in marked):
+    if not all(any(m is x for x in plan.mask._joined()) for m in marked):
         return "it knows key_padding as the mask or joined to others by &, not inside another mask"
     if len(cutting) > 1:
         return f"it knows documents alone, not inside others, and the mask has {cutting[0].name} and {cutting[1].name}"
-    if cutting and not any(m is cutting[0] for m in _joined(plan.mask)):
+    if cutting and not any(m is cutting[0] for m in plan.mask._joined()):
         return f"it knows {cutting[0].name} as the mask or joined to others by &, not inside another mask"
     return None
-
-
-def _joined(mask: Any) -> list[Any]:
-    """Return the masks that must all show a pair."""
-    if mask._definition is AND:
-        return [m for part in mask.params["masks"] for m in _joined(part)]
-    return [mask]
 
 
 def _is(mask: Any, name: str) -> bool:
@@ -73,7 +65,7 @@ def places_of(mask: Mask, size: Size, offset: Offset) -> Places:
     size = sized(size, offset)
     q_at = starts_of(offset, size.batch, size.device)[:, None] + torch.arange(size.q_len, device="cpu")
     kv_at = torch.arange(size.kv_len, device="cpu").expand(size.batch, -1)
-    joined = _joined(mask)
+    joined = mask._joined()
     cutting = next(filter(packs_documents, joined), None)
     if cutting is None:
         return _without_padding(joined, size, Places(torch.zeros_like(q_at), q_at, torch.zeros_like(kv_at), kv_at))

@@ -12,7 +12,6 @@ from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.sizes import Offset, shifted_mask, unread
 from flexmasks.spec.bands import band_of
-from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tensors_of
 from flexmasks.spec.values import Mask, Modifier
@@ -51,8 +50,9 @@ def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
     Inside sequences that lie end to end, the distance of two positions is that of their tokens, which ranges of
     positions do not show.
     """
-    parts = mask.params["masks"] if mask._definition is AND else (mask,)
-    bands = [band for part in parts if (band := band_of(part, size)) is not None and band.sequences is not None]
+    bands = [
+        band for part in mask._joined() if (band := band_of(part, size)) is not None and band.sequences is not None
+    ]
     left, right = (bands[0].left, bands[0].right) if len(bands) == 1 else (None, None)
     if (left is None and right is None) or bands[0].has_other_keys or size.q_len != size.kv_len:
         return mask_mod

@@ -13,7 +13,6 @@ from flexmasks import compat
 from flexmasks.context import reads_at_once
 from flexmasks.plans.sizes import BLOCK_SIZE, Offset
 from flexmasks.spec.bands import Band, band_of, intersection
-from flexmasks.spec.definitions import AND
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 
@@ -148,7 +147,7 @@ def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
     """
     bands: list[Band] = []
     lens: Tensor | None = None
-    for part in mask.params["masks"] if mask._definition is AND else (mask,):
+    for part in mask._joined():
         if part._definition.by_library and part.name == "padding":
             given = part._checked(size)["kv_lens"]
             if lens is not None or given is not part.params["kv_lens"]:

@@ -558,6 +558,10 @@ class Mask(AsAttentionMask, Modifier):
     def __invert__(self) -> Mask:
         return Mask(NOT, {"mask": self})
 
+    def _joined(self) -> Sequence[Mask]:
+        """The masks that must all show a pair: those that `&` joins, or this one."""
+        return self.params["masks"] if self._definition is AND else (self,)
+
     def inverse(self) -> Mask:
         """`~mask`, for functions inside torch.compile, which does not trace that operator (seen to 2.13)."""
         return self.__invert__()
