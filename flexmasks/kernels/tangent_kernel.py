@@ -112,11 +112,11 @@ def tangent_kernel(
             steps = tl.load(counts + b * counts_batch + h * counts_head + line) * STEPS
             blocks = indices + b * indices_batch + h * indices_head + line * columns
         next_block = tl.load(blocks, mask=steps > 0, other=0)  # one step ahead, so that the loop can be pipelined
-        for step in tl.range(0, steps, num_stages=STAGES):
+        # Words are known a load later than keys: one more stage has both ready in time, in no more shared memory.
+        for step in tl.range(0, steps, num_stages=STAGES + 1 - FULL):
             block = next_block
             next_block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
-            in_block = (step % STEPS) * KEYS + tl.arange(0, KEYS)
-            key = block * BLOCK_KV + in_block
+            key = block * BLOCK_KV + step % STEPS * KEYS + tl.arange(0, KEYS)
             is_key = key < keys
             of_k = of_head_k + _offsets(key, k_row, K_WIDTH, GRAIN)
             ks = _loaded(k, of_k, is_key, K_SIZE, K_WIDTH, EVEN).to(DOT)
@@ -125,9 +125,10 @@ def tangent_kernel(
             slopes = tl.dot(q_tangents, tl.trans(ks), input_precision="tf32x3")
             slopes = tl.dot(qs, tl.trans(k_tangents), slopes, input_precision="tf32x3") * scale
             if not FULL:
-                bits = tl.load(table + block).to(tl.int64)
-                at = (bits * BLOCK_Q + place)[:, None] * (BLOCK_KV // 32) + (in_block // 32)[None, :]
-                is_visible = ((tl.load(words + at) >> (in_block % 32)[None, :]) & 1) != 0
+                at = (tl.load(table + block) * BLOCK_Q + place) * (BLOCK_KV // 32) + step % STEPS * (KEYS // 32)
+                of_keys = tl.load(words + at[:, None] + tl.arange(0, KEYS // 32)[None, :])  # one word for 32 keys
+                bits = of_keys[:, :, None] >> tl.arange(0, 32)[None, None, :]
+                is_visible = (tl.reshape(bits, (ROWS, KEYS)) & 1) != 0
                 scores = tl.where(is_visible, scores, float("-inf"))
                 slopes = tl.where(is_visible, slopes, 0.0)
             if not EVEN:

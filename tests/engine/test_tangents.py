@@ -143,12 +143,17 @@ def test_the_kernel(name: str, dtype: torch.dtype) -> None:
 
 @needs_kernel
 def test_the_kernel_with_other_lengths_layouts_and_sizes_of_heads() -> None:
+    """Of random masks with full, empty and partial blocks, and rows that see nothing or everything."""
     for size, v_size, kv_len in ((64, 64, 256), (16, 40, 70)):
         given = made(KERNELS_ON, FP32, kv_len, size, v_size)
         given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-        call = functools.partial(flexmasks.attention, return_lse=True, mask="causal", q_offset=3)
-        seen = flexmasks.dense_mask("causal", LENGTH, kv_len, q_offset=3, device=torch.device(KERNELS_ON))
-        check(call, written_out(seen), given)
+        shares = torch.rand(LENGTH + 3, 1, device=KERNELS_ON)
+        pairs = torch.rand(2, HEADS, LENGTH + 3, kv_len, device=KERNELS_ON) < shares
+        pairs[0, 0, :, :128], pairs[1, 1, :, 128:] = True, False
+        pairs[1, 0, 40], pairs[0, 1, 41] = False, True
+        mask = lambda b, h, q, kv: pairs[b, h, q, kv]  # noqa: B023, E731
+        call = functools.partial(flexmasks.attention, return_lse=True, mask=mask, q_offset=3)
+        check(call, written_out(pairs[:, :, 3:]), given)
 
 
 @needs_kernel
