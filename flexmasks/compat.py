@@ -422,12 +422,8 @@ def in_foreign_dispatch_mode() -> bool:
 
 
 def in_vmap() -> bool:
-    """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
-    return _here.transforms_active() and _in_transform("Vmap")
-
-
-def _in_transform(name: str) -> bool:
-    return any(level.key().name == name for level in _here.transforms() or ())
+    """Return whether torch.func.vmap is among the active transforms."""
+    return "Vmap" in names_of_transforms()
 
 
 def names_of_transforms() -> list[str]:
@@ -443,7 +439,7 @@ def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     # Dynamo traces torch.func.jvp without entering a level.
     is_dual = bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
-    return (is_dual and not _is_switched_off(otherwise=False)) or (_here.transforms_active() and _in_transform("Jvp"))
+    return (is_dual and not _is_switched_off(otherwise=False)) or "Jvp" in names_of_transforms()
 
 
 @contextlib.contextmanager
