@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -210,8 +210,13 @@ class TreeBatch:
         if head is None:
             found = of(states.index_select(0, parents), targets)
         else:
+
+            def of_part(states: Tensor, parents: Tensor, targets: Tensor) -> Tensor:
+                return of(head(states.index_select(0, parents)), targets)
+
             step = max(1, _AT_ONCE // max(1, vocabulary))
-            found = torch.cat(list(_in_parts(states, parents, targets, head, of, step)))
+            parts = zip(parents.split(step), targets.split(step), strict=True)
+            found = torch.cat([checkpoint(of_part, states, *part, use_reentrant=False) for part in parts])
         pairs = found.new_zeros(self.tokens.numel(), found.shape[1]).index_put((children,), found)
         each = [x[1:].unbind(1) for x in self.gather(pairs.view(*self.tokens.shape, -1))]
         return [list(x) for x in zip(*each, strict=True)]
@@ -364,17 +369,6 @@ def _vocabulary(call: str, states: Tensor, head: Callable[[Tensor], Tensor] | No
         wanted = f"`head` must make logits [n, V] of hidden states [n, D] = {list(states[:1].shape)}"
         raise ValueError(f"flexmasks.trees.TreeBatch.{call}: {wanted}, it made {in_message(logits)}.")
     return logits.shape[1]
-
-
-def _in_parts(
-    states: Tensor, parents: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], of: _OfTargets, step: int
-) -> Iterator[Tensor]:
-    def part_of(states: Tensor, parents: Tensor, targets: Tensor) -> Tensor:
-        return of(head(states.index_select(0, parents)), targets)
-
-    for start in range(0, max(1, len(parents)), step):
-        part = slice(start, start + step)
-        yield checkpoint(part_of, states, parents[part], targets[part], use_reentrant=False)
 
 
 @says_what_to_write()
