@@ -8,33 +8,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory import peak_bytes
 from benchmarks.results import Benchmark, Row, measured_on, text_table
-from benchmarks.steps import QUICK, Pace, measure, measured_rows
+from benchmarks.steps import QUICK, Pace
 from benchmarks.steps_tables import github_table
-from benchmarks.trees import PACE, PACKED, TREES, Sizes, Training, draw, ways_of
+from benchmarks.trees import PACE, PACKED, TREES, Sizes, Training, steps_of, training_rows, ways_of
 
 _PADDED = "padded"
-_DRAWS = 8  # different steps, which are taken by turns
 _LARGE = Sizes(prompts=4, prompt=2000, answer=300)
 _SMALL = Sizes(vocabulary=64, width=64, heads=2, layers=2, prompts=2, prompt=64, answer=16)
 
 
 def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
     """Return the figures of steps whose loss reads the tokens of answers only, as those of trainers do."""
-    generator = torch.Generator().manual_seed(0)
-    steps = [draw(sizes, generator, device) for _ in range(_DRAWS)]
-    kept = {who: way for who, way in ways_of(sizes).items() if who in (TREES, PACKED, _PADDED)}
-    ways = {who: Training(way, sizes, steps, device, dtype, answers_only=True) for who, way in kept.items()}
-    measured = measure(ways, device, pace, cold=False, required=tuple(kept))
-    shape = (sizes.prompts, sizes.answers, sizes.prompt, sizes.answer)
-    rows = measured_rows("rollouts", f"{sizes.layers} layers of {sizes.width}", shape, dtype, measured)
-    for row in rows:
-        way = ways[row["who"]]
-        row["peak_gb"] = float(f"{peak_bytes(way, device) / 1e9:.3g}")
-        row |= {"computed_tokens": way.computed, "tokens_per_s": round(sizes.tokens / row["ms"] * 1e3)}
-        row["difference"] = measured.difference(row["who"], PACKED)
-    return rows
+    steps, all_ways = steps_of(sizes, device), ways_of(sizes)
+    ways = {
+        who: Training(all_ways[who], sizes, steps, device, dtype, answers_only=True) for who in (TREES, PACKED, _PADDED)
+    }
+    return training_rows("rollouts", ways, sizes, dtype, pace, required=tuple(ways))
 
 
 def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +148,7 @@ class Training:
             torch.manual_seed(0)
             self._model = _Model(sizes).to(dtype)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
-        self._way, self._steps, self._device = way, itertools.cycle(steps), device
+        self._way, self._steps, self.device = way, itertools.cycle(steps), device
         self._is_shared = 1 if way.shares else sizes.longest + 1
         self._prompt = sizes.prompt if answers_only else None
         self.computed = 0  # tokens in the last step
@@ -157,9 +157,9 @@ class Training:
         """Lay sequences out in rows on the device; sequences that share nothing are trees, too."""
         given: dict[str, Any] = {"max_tokens": self._way.row, "min_shared": self._is_shared}
         if self._prompt is None:
-            return trees.pack(sequences, **given).to(self._device)
+            return trees.pack(sequences, **given).to(self.device)
         rows = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
-        return trees.pack(rows, mask=rows >= 0, **given).to(self._device)
+        return trees.pack(rows, mask=rows >= 0, **given).to(self.device)
 
     def __call__(self) -> Tensor:
         step, losses, self.computed = next(self._steps), [], 0
@@ -184,20 +184,34 @@ class Training:
 # --- rows ---
 
 
-def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
-    """Return the figures of steps, and of what trees add to them and allow."""
+def steps_of(sizes: Sizes, device: torch.device) -> list[Step]:
+    """Return the steps that are taken by turns, always the same ones."""
     generator = torch.Generator().manual_seed(0)
-    steps = [draw(sizes, generator, device) for _ in range(_DRAWS)]
-    ways = {who: Training(way, sizes, steps, device, dtype) for who, way in ways_of(sizes).items()}
-    measured = measure(ways, device, pace, cold=False, required=(TREES, _NONE, PACKED))
+    return [draw(sizes, generator, device) for _ in range(_DRAWS)]
+
+
+def training_rows(
+    kind: str, ways: dict[str, Training], sizes: Sizes, dtype: torch.dtype, pace: Pace, required: Sequence[str]
+) -> list[Row]:
+    """Return the figures of steps by each way."""
+    device = next(iter(ways.values())).device
+    measured = measure(ways, device, pace, cold=False, required=required)
     shape = (sizes.prompts, sizes.answers, sizes.prompt, sizes.answer)
-    rows = measured_rows("training", f"{sizes.layers} layers of {sizes.width}", shape, dtype, measured)
+    rows = measured_rows(kind, f"{sizes.layers} layers of {sizes.width}", shape, dtype, measured)
     for row in rows:
         way = ways[row["who"]]
         row["peak_gb"] = float(f"{peak_bytes(way, device) / 1e9:.3g}")
         row |= {"computed_tokens": way.computed, "tokens_per_s": round(sizes.tokens / row["ms"] * 1e3)}
         if row["who"] != _NONE:
             row["difference"] = measured.difference(row["who"], PACKED)
+    return rows
+
+
+def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
+    """Return the figures of steps, and of what trees add to them and allow."""
+    steps = steps_of(sizes, device)
+    ways = {who: Training(way, sizes, steps, device, dtype) for who, way in ways_of(sizes).items()}
+    rows = training_rows("training", ways, sizes, dtype, pace, (TREES, _NONE, PACKED))
     by_who = {row["who"]: row for row in rows}
     added = _of_trees(ways[TREES], steps, sizes, device, dtype)
     rest = by_who[_NONE]["ms"] - added["packing_ms"]
