@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,15 +18,15 @@ from benchmarks.memory import peak_bytes
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.steps_tables import github_table
 from flexmasks.attention import attention
-from flexmasks.backends import tangents
-from flexmasks.bench.clock import device_milliseconds, interleaved, progress, wall_milliseconds
-from flexmasks.cache import Launches
+from flexmasks.bench.clock import device_milliseconds, interleaved, wall_milliseconds
 
 _RUNS = 7
 _IN_A_ROW = 5  # calls between two looks at the clock
 _FORWARD, _FLEX, _JVP, _TRAINED, _BOTH = "forward", "forward, flex", "jvp", "jvp, with gradients", "jvp and backward"
 _TORCH = "jvp, torch"  # of scaled_dot_product_attention by its formula, with all scores in memory
 _SECOND = "second order, reference"
+_PEER = "jvp_flash_attention"
+_RANDOM, _SHOWN = "random pairs", 0.1
 _MOST_SCORES = 1 << 31  # of torch's jvp
 
 
@@ -47,7 +49,6 @@ class Case(NamedTuple):
 _CASES = [
     Case("causal", 4, 16, 4096, 64),
     Case("causal", 4, 16, 4096, 128),
-    Case("full", 4, 16, 4096, 64),
     Case("full", 1, 16, 16384, 64),
     Case("sliding window", 1, 16, 16384, 64),
     Case("documents", 4, 16, 4096, 64),
@@ -55,6 +56,12 @@ _CASES = [
     Case("causal, soft-cap", 1, 16, 4096, 64),
 ]
 _QUICK = [Case("causal", 1, 2, 200, 16, torch.float32), Case("documents", 1, 2, 200, 16, torch.float32)]
+# Shapes and masks of the table in the README of jvp_flash_attention, at its greatest length, and the bar's shape.
+_PEER_CASES = [
+    *(Case(what, 2, 12, 2048, 64, torch.float16) for what in ("full", "causal", _RANDOM)),
+    *(Case(what, 4, 16, 4096, 64) for what in ("full", "causal")),
+]
+_QUICK_PEER_CASES = [Case(what, 1, 2, 128, 64, torch.float32) for what in ("full", "causal", _RANDOM)]
 _SECOND_CASES = [Case("causal", 1, 8, 8192, 64), Case("documents", 1, 8, 8192, 64)]
 
 
@@ -85,10 +92,6 @@ def _calls(case: Case, device: torch.device) -> dict[str, Callable[[], Any]]:
         out: Tensor = attention(*qkv, **given, backend=backend)
         return out
 
-    def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=case.what == "causal")
-
     def jvp(function: Callable[..., Tensor], with_gradients: bool) -> Any:
         with torch.set_grad_enabled(with_gradients):
             return torch.func.jvp(function, tuple(inputs), tuple(along))
@@ -110,8 +113,14 @@ def _calls(case: Case, device: torch.device) -> dict[str, Callable[[], Any]]:
     if device.type == "cuda":
         calls[_FLEX] = functools.partial(forward, "flex")
     if case.what in ("causal", "full") and case.batch * case.heads * case.length**2 <= _MOST_SCORES:
-        calls[_TORCH] = functools.partial(jvp, by_torch, with_gradients=False)
+        by_scores = functools.partial(_by_scores, is_causal=case.what == "causal")
+        calls[_TORCH] = functools.partial(jvp, by_scores, with_gradients=False)
     return calls
+
+
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
@@ -120,9 +129,14 @@ def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
     torch.manual_seed(0)
     calls = _calls(case, device)
     _check(case, device)
-    clock = functools.partial(wall_milliseconds, calls_in_a_row=_IN_A_ROW)
-    times, of_device = (interleaved(calls, device, runs, c) for c in (clock, device_milliseconds))
+    times, of_device = _timed(calls, device, runs)
     return [_row(case, who, call, device, times[who], of_device[who]) for who, call in calls.items()]
+
+
+def _timed(calls: dict[str, Callable[[], Any]], device: torch.device, runs: int) -> list[dict[str, Any]]:
+    """Return the times of calls with the host's part, and those of the device."""
+    clock = functools.partial(wall_milliseconds, calls_in_a_row=_IN_A_ROW)
+    return [interleaved(calls, device, runs, c) for c in (clock, device_milliseconds)]
 
 
 def _row(
@@ -149,38 +163,34 @@ def _check(case: Case, device: torch.device) -> None:
     assert max(errors) < (1e-3 if case.dtype == torch.float32 else 3e-2), (case, errors)
 
 
-def _settings_rows(case: Case, device: torch.device, runs: int) -> list[Row]:
-    """Return the times of the kernel with other tiles, with output and lse known and not."""
-    from flexmasks.kernels import tangent_kernel
-
-    calls: dict[str, Callable[[], Any]] = {}
-    kept = dict(tangent_kernel.TILES)
-    launches: dict[Any, Launches[Any]] = {None: tangent_kernel._launches}
-
-    def with_tiles(settings: tangent_kernel.Settings, call: Callable[[], Any]) -> Any:
-        tangent_kernel.TILES.update(dict.fromkeys(tangent_kernel.TILES, settings))
-        tangent_kernel._launches = launches.setdefault(settings, Launches("tangents"))
-        try:
-            return call()
-        finally:
-            tangent_kernel.TILES.update(kept)
-            tangent_kernel._launches = launches[None]
-
-    of_case = _calls(case, device)
-    for rows, keys, warps, stages in itertools.chain(
-        itertools.product((128,), (32, 64, 128), (8,), (2, 3)), itertools.product((64,), (32, 64), (4,), (2, 3))
-    ):
-        settings = tangent_kernel.Settings(rows, keys, warps, stages)
-        for name in (_JVP, _TRAINED):
-            who = f"{name}: {rows} x {keys}, {warps} warps, {stages} stages"
-            calls[who] = functools.partial(with_tiles, settings, of_case[name])
-            calls[who]()
-            if tangents._failures:  # too much shared memory
-                progress(f"{who}: {tangents._failures.pop()}")
-                del calls[who]
-    of_device = interleaved(calls, device, runs, device_milliseconds)
-    about = {"case": case.what, "shape": case.shape, "dtype": str(case.dtype)[6:]}
-    return [about | {"who": f"tiles: {who}", "device_ms": float(f"{of_device[who][0]:.4g}")} for who in calls]
+def _peer_rows(case: Case, device: torch.device, runs: int) -> list[Row]:
+    """Return times, peaks of memory, and errors of output and tangent, of jvp here, in torch, and in a peer."""
+    torch.manual_seed(0)
+    inputs, along = (tuple(_tensors(case, device, requires_grad=False)) for _ in range(2))
+    pairs = torch.rand((case.batch, case.heads, case.length, case.length), device=device) < _SHOWN
+    attn_mask, is_causal = pairs if case.what == _RANDOM else None, case.what == "causal"
+    by_pairs: dict[str, Any] = {"mask": lambda b, h, q, kv: pairs[b, h, q, kv]}
+    given = by_pairs if case.what == _RANDOM else _mask(case, device)
+    functions: dict[str, Callable[..., Tensor]] = {
+        _JVP: functools.partial(attention, **given),
+        _TORCH: functools.partial(_by_scores, attn_mask=attn_mask, is_causal=is_causal),
+    }
+    peer = importlib.import_module("jvp_flash_attention.jvp_attention").JVPAttn.fwd_dual
+    functions[_PEER] = functools.partial(peer, attn_mask=attn_mask, causal=is_causal)
+    of_head = functools.partial(functions[_TORCH], attn_mask=None if attn_mask is None else attn_mask[:1, :1])
+    exact = torch.func.jvp(of_head, *(tuple(x[:1, :1].double() for x in tensors) for tensors in (inputs, along)))
+    calls: dict[str, Callable[[], Any]]
+    calls = {who: functools.partial(torch.func.jvp, function, inputs, along) for who, function in functions.items()}
+    errors = {
+        who: [float(f"{(x[:1, :1] - y).abs().max() / y.abs().max():.2g}") for x, y in zip(call(), exact, strict=True)]
+        for who, call in calls.items()
+    }
+    times, of_device = _timed(calls, device, runs)
+    version = {"peer": f"{_PEER} {importlib.metadata.version(_PEER)}"}
+    return [
+        _row(case, who, call, device, times[who], of_device[who]) | {"errors": errors[who]} | version
+        for who, call in calls.items()
+    ]
 
 
 def _second_order_rows(case: Case, device: torch.device, runs: int) -> list[Row]:
@@ -208,9 +218,9 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     todo = {describe(c): functools.partial(_rows, c, device, runs) for c in (_QUICK if is_small else _CASES)}
     for case in _QUICK[:1] if is_small else _SECOND_CASES:
         todo[f"second order: {describe(case)}"] = functools.partial(_second_order_rows, case, device, 2)
-    if device.type == "cuda":  # the choice of tiles; the page leaves it out
-        for case in _CASES[:2]:
-            todo[f"tiles: {describe(case)}"] = functools.partial(_settings_rows, case, device, 2)
+    if importlib.util.find_spec("jvp_flash_attention") is not None:
+        for case in _QUICK_PEER_CASES if is_small else _PEER_CASES:
+            todo[f"{_PEER}: {describe(case)}"] = functools.partial(_peer_rows, case, device, runs)
     return todo
 
 
@@ -218,7 +228,7 @@ def table(results: dict[str, Any]) -> str:
     """Return the figures of one run as text."""
     columns = (
         ("what", "case"), ("shape", "shape"), ("dtype", "dtype"), ("way", "who"), ("ms", "ms"), ("IQR", "iqr"),
-        ("ms of the device", "device_ms"), ("peak MB", "peak_mb"),
+        ("ms of the device", "device_ms"), ("peak MB", "peak_mb"), ("errors", "errors"),
     )  # fmt: skip
     return text_table(results, columns)
 
@@ -227,7 +237,8 @@ def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in results["rows"]:
-        found.setdefault((row["case"], row["shape"], row["dtype"]), {})[row["who"]] = row
+        if "peer" not in row:
+            found.setdefault(_about(row), {})[row["who"]] = row
     ways, lines, second = (_FORWARD, _FLEX, _JVP, _TRAINED, _BOTH, _TORCH), [], []
     for about, by_way in found.items():
         if _FORWARD in by_way:
@@ -255,7 +266,28 @@ def markdown(results: dict[str, Any]) -> str:
     return (
         f"{measured_on(results)}; {about_all}.\n\n{github_table(lines, header)}\n\n"
         'The gradient of the square of a gradient, by backend="reference":\n\n'
-        f"{github_table(second, [*of_case, 'ms', 'peak MB'])}"
+        f"{github_table(second, [*of_case, 'ms', 'peak MB'])}{_peer_table(results, of_case)}"
+    )
+
+
+def _about(row: Row) -> tuple[str, ...]:
+    return row["case"], row["shape"], row["dtype"]
+
+
+def _peer_table(results: dict[str, Any], of_case: list[str]) -> str:
+    rows = [row for row in results["rows"] if "peer" in row]
+    if not rows:
+        return ""
+    columns = ("way", "ms of the GPU", "ms with the host", "peak MB", "error of the output", "error of the tangent")
+    lines = [
+        [*_about(r), r["who"], *(f"{r[key]:.3g}" for key in ("device_ms", "ms")), f"{r['peak_mb']:,.0f}", *r["errors"]]
+        for r in rows
+    ]
+    return (
+        f"\n\nOutput and tangent without gradients, against {rows[0]['peer']} (`JVPAttn.fwd_dual`). The cases of 2,048 "
+        "tokens are those of the table in its README. Of random pairs, which it takes as a boolean tensor "
+        f"[B, H, S, S], one in {1 / _SHOWN:.0f} is visible. Errors are the greatest of the first head's, divided by "
+        f"the greatest number, against float64:\n\n{github_table(lines, [*of_case, *columns])}"
     )
 
 
