@@ -17,7 +17,7 @@ from flexmasks.context import is_capturing, is_invariant, is_traced_or_transform
 from flexmasks.plans.held import HeldPlan
 from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.pairs import mask_and_score
+from flexmasks.spec.pairs import least_visible_blocks, mask_and_score
 
 if TYPE_CHECKING:
     from flexmasks.compat import BlockMask
@@ -106,13 +106,15 @@ def sdpa(
     if not must_be_ours and not _may_pay(query, key, value, attn_mask, enable_gqa):
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
-    device = query.device.type
-    mask, score, visible_blocks = mask_and_score(pairs, (*q.shape[:3], k.shape[2]))
+    device, sizes = query.device.type, (*q.shape[:3], k.shape[2])
+    most = _MOST_BLOCKS[device] / (2 if dropout_p else 1)  # with dropout a call of `attention` takes twice its time
+    if not must_be_ours and least_visible_blocks(pairs, sizes) > most:
+        return _torchs(query, key, value, attn_mask, **options)
+    mask, score, visible_blocks = mask_and_score(pairs, sizes)
     name = None if mask is None else mask.name
     # torch scales what it has masked as causal, which a negative scale would turn round.
     if score is None and name in (None, "causal") and (scale is None or scale > 0) and not must_be_ours:
         return _torchs(query, key, value, is_causal=name == "causal", **options)
-    most = _MOST_BLOCKS[device] / (2 if dropout_p else 1)  # with dropout a call of `attention` takes twice its time
     is_sparse = visible_blocks is not None and visible_blocks <= most
     if device == "cpu":
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, pairs))

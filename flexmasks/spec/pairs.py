@@ -39,6 +39,7 @@ class _Look(NamedTuple):
 
 
 _LOOKS: Part[_Look] = Part(PLANS, "tensors of pairs")
+_SAMPLES: Part[float] = Part(PLANS, "some queries of tensors of pairs")
 # By layout the last small table that was looked at: layers make equal ones, each of its own. They then share all plans.
 _LATEST: Part[tuple[Tensor, _Look]] = Part(PLANS, "last tensors of pairs")
 _MOST_COMPARED = 1 << 20  # bytes of a table, which a GPU compares in no more time than it takes to read a value
@@ -92,10 +93,7 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
         visible, averaged = _visible(table)
         score = None if averaged is None else get_score("dense_bias", bias=_added(table, averaged))
         return MaskAndScore(_mask(visible, sizes), score)
-    # Layers often make views anew of the tensor that they share.
-    owner = compat.base(pairs)
-    owner = pairs if owner is None else owner
-    layout = *pairs.shape, pairs.storage_offset(), *pairs.stride(), pairs.dtype
+    owner, layout = _owner_and_layout(pairs)
     key = layout, tuple(sizes), of_keys, dtype, learns
     look = _LOOKS.get(key, [owner])
     if look is None:
@@ -107,6 +105,42 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
     if look.adds and learns:
         score = get_score("dense_bias", bias=_added(_as_table(pairs, sizes, of_keys, dtype), look.averaged))
     return MaskAndScore(look.mask, score, look.visible_blocks)
+
+
+def least_visible_blocks(pairs: Tensor, sizes: Sequence[int]) -> float:
+    """Return a number below `visible_blocks`, or equal to it, by one query of each block: a hundredth of the work.
+
+    It is 0.0 for a tensor that may show all or be causal, and adds nothing, and where one query stands for all.
+    Arguments are those of `mask_and_score`, for a tensor that can be read.
+    """
+    owner, layout = _owner_and_layout(pairs)
+    key = layout, tuple(sizes)
+    share = _SAMPLES.get(key, [owner])
+    if share is None:
+        with torch.no_grad(), torch.inference_mode(False):
+            share = _share_of_some(_as_table(pairs.detach(), sizes, False, pairs.dtype)[:, :, ::_BLOCK])
+        _SAMPLES.put(key, [owner], share, ENTRY)
+    return share
+
+
+def _share_of_some(rows: Tensor) -> float:
+    """The share of blocks of keys that the first query of each block sees, of rows [B, H, Q / 128, KV]."""
+    if rows.shape[2] == 1:
+        return 0.0
+    adds, visible = rows.new_zeros((), dtype=torch.bool), rows
+    if rows.dtype != torch.bool:
+        visible = ~(rows <= torch.finfo(rows.dtype).min / 2)
+        adds = ((rows != 0) & visible).any()
+    first = torch.arange(rows.shape[2], device=rows.device)[:, None] * _BLOCK
+    is_causal = (visible == (first >= torch.arange(rows.shape[3], device=rows.device))).all()
+    by_blocks = torch.nn.functional.pad(visible, (0, -visible.shape[3] % _BLOCK)).unflatten(3, (-1, _BLOCK)).any(-1)
+    return float(torch.where((visible.all() | is_causal) & ~adds, 0.0, by_blocks.float().mean()))
+
+
+def _owner_and_layout(pairs: Tensor) -> tuple[Tensor, Hashable]:
+    """The tensor that a view is of, and which view: layers often make views anew of the tensor that they share."""
+    owner = compat.base(pairs)
+    return pairs if owner is None else owner, (*pairs.shape, pairs.storage_offset(), *pairs.stride(), pairs.dtype)
 
 
 def _check(pairs: Any, sizes: Sequence[int], of_keys: bool) -> None:

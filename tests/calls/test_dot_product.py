@@ -149,6 +149,9 @@ def test_torch_keeps_what_flexmasks_does_not_improve(taken: list[dict[str, Any]]
     assert not is_torchs(q, k, v, shown)
     monkeypatch.setattr(dot_product, "_MOST_BLOCKS", {"cpu": 0.5})
     assert is_torchs(q, k, v, shown)
+    with monkeypatch.context() as patched:  # a few of its queries see most blocks, and no more is looked at
+        patched.setattr(dot_product, "mask_and_score", None)
+        assert is_torchs(*qkv(2, 4, 300, 16), torch.randn(300, 300))
     monkeypatch.setattr(dot_product, "_FEWEST_PAIRS", {"cpu": 1000})
     flexmasks.sdpa(q, k, v, torch.ones(20, 20, dtype=torch.bool))
     assert taken[-1]["attn_mask"] is not None  # a short call is not looked at

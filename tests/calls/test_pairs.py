@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from flexmasks.extend import mask_and_score
 from flexmasks.spec import pairs as spec_pairs
+from flexmasks.spec.pairs import least_visible_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,6 +169,26 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return seen
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(300, 500), (256, 256), (129, 1000)]), st.booleans())
+def test_some_queries_never_show_more_blocks(seed: int, lengths: tuple[int, int], is_bool: bool) -> None:
+    torch.manual_seed(seed)
+    sizes, shape = (2, 3, *lengths), [n if torch.rand(()) < 0.5 else 1 for n in (2, 3)]
+    shown = (torch.rand(*shape, *((n + 63) // 64 for n in lengths)) < torch.rand(())).repeat_interleave(64, 2)
+    visible = shown.repeat_interleave(64, 3)[:, :, : lengths[0], : lengths[1]].contiguous()
+    pairs = visible if is_bool else torch.randn(visible.shape).masked_fill(~visible, -math.inf)
+    assert least_visible_blocks(pairs, sizes) <= (mask_and_score(pairs, sizes).visible_blocks or 0.0)
+
+
+def test_some_queries_tell_what_a_look_may_leave_out() -> None:
+    sizes, causal = (2, 3, 300, 300), torch.ones(300, 300, dtype=torch.bool).tril()
+    for visible in (causal, torch.ones_like(causal), torch.ones(2, 1, 1, 300, dtype=torch.bool)):
+        added = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+        assert least_visible_blocks(visible, sizes) == least_visible_blocks(added, sizes) == 0
+    assert least_visible_blocks(torch.ones(300, 300), sizes) == 1
+    assert least_visible_blocks(torch.ones(300, 300).masked_fill(~causal, -math.inf), sizes) == pytest.approx(2 / 3)
+
+
 def test_a_tensor_is_looked_at_once_and_again_when_it_changes(looks: list[Tensor], monkeypatch: Any) -> None:
     monkeypatch.setattr(spec_pairs, "_MOST_COMPARED", -1)  # as tensors that are not small
     pairs = torch.ones(2, 33, 40, dtype=torch.bool)
@@ -211,10 +234,10 @@ def test_equal_tensors_after_each_other_are_one_mask(looks: list[Tensor]) -> Non
 def test_a_tensor_is_not_kept_alive(make: Any) -> None:
     flexmasks.clear_caches()
     pairs = make()
-    for given in (pairs, pairs[None]):
-        mask_and_score(given, SIZES)
+    for view in (pairs, pairs[None]):
+        mask_and_score(view, SIZES)
     dies = weakref.ref(pairs)
-    del pairs, given
+    del pairs, view
     gc.collect()
     assert dies() is None
     assert flexmasks.cache_info()["plans"].parts["tensors of pairs"].entries == 0
