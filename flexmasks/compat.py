@@ -127,6 +127,10 @@ FLASH_GIVES_LSE = _TORCH >= (2, 14)
 # 10 and above then read some wrongly.
 FLASH_READS_VECTORS = _TORCH > (2, 11)
 
+# Whether Inductor sees that kernels of FLASH read captured tensors (pytorch#181800). Before, a graph without a backward
+# pass frees those that another kernel has read, and raises an UnboundLocalError.
+FLASH_HOLDS_CAPTURED = _TORCH >= (2, 13)
+
 # --- private names of torch ---
 
 _versions = itertools.count()

@@ -36,7 +36,7 @@ from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, 
 from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chosen_tiles
 from flexmasks.blocks.lists import lists_of
 from flexmasks.kernels.direct import why_no_triton
-from flexmasks.kernels.operators import separate
+from flexmasks.kernels.operators import hold, separate
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import block_size_for
@@ -516,6 +516,9 @@ def attend_in_graph(
     options = {**_OPTIONS, **(kernel_options or {}), "OUTPUT_LOGSUMEXP": with_lse}
     operator = torch.ops.higher_order.flex_attention
     out, lse, _ = operator(q, k, v, score, (*lists, mask), scale, options, of_score, of_mask)
+    captured = [*of_score, *of_mask]
+    if options["BACKEND"] == "FLASH" and captured and not (compat.FLASH_HOLDS_CAPTURED or out.requires_grad):
+        hold(out, captured)
     return out if return_aux is None else (out, _Aux(lse if options["BACKEND"] == "FLASH" else lse * _LN_2))
 
 

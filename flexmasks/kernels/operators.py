@@ -1,4 +1,4 @@
-"""Operators of torch without gradients, by their schemas, and the operator torch.ops.flexmasks.separate.
+"""Operators of torch without gradients, by their schemas, and the operators `separate` and `hold`.
 
 torch.library.custom_op would import torch's compilers when an operator runs for the first time, which takes a second.
 """
@@ -28,6 +28,14 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 
 # A copy across which Inductor fuses nothing: torch's attention for the CPU fails with the next operation fused in.
 separate = define("separate(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+
+
+def _nothing(result: Tensor, tensors: list[Tensor]) -> None:
+    pass
+
+
+# Tells Inductor that tensors are read until a result is written. It does nothing.
+hold = define("hold(Tensor(a!) result, Tensor[] tensors) -> ()", _nothing, _nothing)
 
 
 def positions(

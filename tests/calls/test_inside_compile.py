@@ -40,6 +40,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
@@ -51,6 +52,7 @@ from flexmasks.backends import decode, fa4, fa4_functions, fa4_package, flex_fla
 from flexmasks.backends.call import Kernel
 from flexmasks.backends.encoded import Encoded
 from flexmasks.graphs import Flat, in_graph
+from flexmasks.kernels.operators import hold
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.sizes import unread
@@ -259,6 +261,41 @@ def test_constants_in_which_the_graph_sets_elements_gpu(name: str, backend: str)
     gradients = [torch.autograd.grad(x.float().square().sum(), leaves) for x in (got, want)]
     for x, y in zip(*gradients, strict=True):
         assert error(x, y.cpu()) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_tensors_are_held_until_a_result_is_written() -> None:
+    def run(x: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+        total, result = read.sum(-1), torch.mm(x, x)
+        hold(result, [read[None]])
+        return total, result * 2
+
+    with torch.no_grad():
+        results, (code,) = run_and_get_code(torch.compile(run), torch.eye(8), torch.ones(4, 3))
+    torch.testing.assert_close(results, (torch.full((4,), 3.0), 2 * torch.eye(8)))
+    freed_later = code.split("torch.ops.flexmasks.hold.default(")[1]
+    assert freed_later.count("del arg") == 1
+    assert "copy" not in freed_later
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["document", "key_padding", "dense"])
+def test_flash_reads_tensors_in_graphs_without_gradients(name: str) -> None:
+    """Of a graph without a backward pass torch 2.11 frees them once the blocks are planned."""
+    leaves = [torch.randn(2, 2, 640, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    ids = torch.arange(640, device="cuda").expand(2, -1) // 100
+    mask = {
+        "document": lambda ids: flexmasks.get_mask("document", document_ids=ids),
+        "key_padding": lambda ids: flexmasks.get_mask("key_padding", attention_mask=ids[:, None][:, 0] < 4),
+        "dense": lambda ids: flexmasks.get_mask("dense", visible=ids[:, None, :, None] == ids[:, None, None, :]),
+    }[name]
+    skip_unless_flash_takes(leaves, mask=mask(ids))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
+        return flexmasks.attention(q, k, v, mask=mask(ids), backend="flex_flash") * 2
+
+    with torch.no_grad():
+        got = torch.compile(run, fullgraph=True)(*leaves, ids)
+    assert error(got, run(*leaves, ids).cpu()) < TOLERANCE[torch.bfloat16]
 
 
 # --- a model ---
