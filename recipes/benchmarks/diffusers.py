@@ -127,8 +127,7 @@ def _in_tiles(case: Video, device: torch.device) -> tuple[tuple[int, ...], dict[
     mask = get_mask("sliding_tile", canvas=case.canvas, tile=case.tile, window=case.window)
     tokens = math.prod(case.canvas)
     pairs = mask.dense(tokens, device=device)
-    compiles = device.type == "cuda"
-    blocks = create_block_mask(mask, None, None, tokens, tokens, device=str(device), _compile=compiles)
+    blocks = create_block_mask(mask, None, None, tokens, tokens, device=str(device))
     ways = {
         _OURS: lambda q, k, v: _dispatch(q, k, v, mask),
         _NATIVE: lambda q, k, v: _dispatch(q, k, v, pairs, "native"),
