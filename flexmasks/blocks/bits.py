@@ -62,8 +62,12 @@ def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> T
 
 def packed(visible: Tensor) -> Tensor:
     """Booleans [n, queries, keys] as words [n, queries, keys / 32], the first key in the lowest bit."""
-    eight = visible.contiguous().view(torch.int64)
-    return ((eight * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
+    return bytes_of_bits(visible).view(torch.int32)
+
+
+def bytes_of_bits(ones: Tensor) -> Tensor:
+    """Booleans, or bytes of 0 and 1, [..., 8 n] as uint8 [..., n], the first in the lowest bit."""
+    return ((ones.contiguous().view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
 
 
 def words_of_pairs(visible: Tensor, block_size: tuple[int, int], is_traced: bool = False) -> Tensor:

@@ -653,9 +653,10 @@ def topk(
 ) -> Mask:
     """Keys, or short runs of keys, that were chosen for each query.
 
-    indices: [positions, G, k] or [batch, positions, G, k], the chosen entries of each query position, in any order; -1
-        for none. G is 1, the number of key heads, or that of query heads. A query whose entries are all -1 sees
-        nothing. With `q_offset` also of the positions before the first query.
+    indices: [rows, G, k] or [batch or 1, rows, G, k], the chosen entries of each row, in any order; -1 for none. G is
+        1, the number of key heads, or that of query heads. There is a row for each query of the call, or for each
+        position from 0 on, or one for all. A query whose entries are all -1 sees nothing. [batch * queries, G, k] are
+        the rows of each batch element after those of the one before.
     granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1.
     """
 

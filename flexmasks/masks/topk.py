@@ -3,20 +3,21 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, always, check_covers_queries, entries_of_keys, register_mask
+from flexmasks.spec import Size, always, bytes_of_bits, entries_of_keys, first_row, register_mask, row_of
 
-_WORD = 32
-_ENTRIES_AT_ONCE = 1 << 27  # as booleans, before they become bits
+_TOKENS = 64  # a byte holds no more, so that ranges know of a block of keys which of its bits are set
+_ENTRIES_AT_ONCE = 1 << 26  # as bytes, before they become bits
 
 
 def _prepare(
     size: Size | None,
     *,
-    indices: Annotated[Tensor, "int[N, G, K] in -1.. | int[B, N, G, K] in -1.."],
+    indices: Annotated[Tensor, "int[N, G, K] in -1.. | int[B, N, G, K] in -1.. | int[1, N, G, K] in -1.."],
     granularity: Annotated[int, "int in 1.."] = 1,
 ) -> dict[str, Any]:
+    if size is not None and _is_flat(indices, size):
+        indices = indices.unflatten(0, (size.batch, size.q_len))
     rows, count = indices.shape[-3:-1]
-    check_covers_queries("indices", rows, size, "a row of indices")
     heads = count if size is None else size.heads
     if not count or heads % count:
         raise ValueError(
@@ -25,25 +26,40 @@ def _prepare(
         )
     reason = f": {{keys}} keys are {{count}} entries of {granularity} tokens"
     entries = entries_of_keys(size, "indices", indices, granularity, reason)
-    return {"words": _words(indices, entries), "granularity": granularity, "share": heads // count}
+    bits = max(1, min(8, _TOKENS // granularity))
+    return {
+        "chosen": _bits_of(indices, entries, bits),
+        "granularity": granularity,
+        "bits": bits,
+        "share": heads // count,
+        "first": first_row("indices", rows, size),
+    }
 
 
-def _words(indices: Tensor, entries: int) -> Tensor:
-    """The entries of each row as bits: int32[..., G, queries, words]."""
-    width = -(-entries // _WORD) or 1
-    places = torch.where(indices < 0, width * _WORD, indices.long()).transpose(-3, -2)
-    value = 1 << torch.arange(_WORD, device=indices.device)
-    rows = places.reshape(-1, places.shape[-1])
-    words = [
-        torch.zeros(len(part), width * _WORD + 1, dtype=torch.bool, device=indices.device)
-        .scatter_(1, part, True)[:, :-1]
-        .view(-1, width, _WORD)
-        .mul(value)
-        .sum(-1)
-        .int()
-        for part in rows.split(max(1, _ENTRIES_AT_ONCE // (width * _WORD)))
-    ]
-    return torch.cat(words).view(*places.shape[:-1], width)
+def _is_flat(indices: Tensor, size: Size) -> bool:
+    """Whether there is a row for each query of each batch element."""
+    return indices.ndim == 3 and size.batch > 1 and not size.at_most and len(indices) == size.batch * size.q_len
+
+
+def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:
+    """The entries of each row as bits, int8[..., G, queries, bytes] with some bits of each byte.
+
+    The highest of them stands in all higher ones, too, so that a byte whose entries are all chosen is -1.
+    """
+    lists = indices.transpose(-3, -2)
+    rows = lists.flatten(0, -2)
+    width = -(-entries // bits) or 1
+    none, spare = width * 8, 8 - bits
+
+    def packed(part: Tensor) -> Tensor:
+        place = part.long()
+        place = place if bits == 8 else place // bits * 8 + place % bits + spare
+        place = torch.where(part < 0, none, place.clamp(max=none))  # later indices are not read, and may be anything
+        is_chosen = torch.zeros(len(part), none + 8, dtype=torch.uint8, device=part.device).scatter_(1, place, 1)
+        return (bytes_of_bits(is_chosen)[:, :width].view(torch.int8) >> spare).contiguous()
+
+    parts = rows.split(max(1, _ENTRIES_AT_ONCE // none))
+    return torch.cat([packed(part) for part in parts]).view(*lists.shape[:-1], width)
 
 
 @register_mask(
@@ -52,22 +68,37 @@ def _words(indices: Tensor, entries: int) -> Tensor:
         "indices": [[[i, i * 5 % (i + 1), i // 2, 0 if i % 2 else -1]] for i in range(length)],
     },
 )
-def topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, words: Tensor, granularity: int, share: int) -> Tensor:
+def topk(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    chosen: Tensor,
+    granularity: int,
+    bits: int,
+    share: int,
+    first: int | Tensor = 0,
+) -> Tensor:
     """Keys, or short runs of keys, that were chosen for each query.
 
-    indices: [positions, G, k] or [batch, positions, G, k], the chosen entries of each query position, in any order; -1
-        for none. G is 1, the number of key heads, or that of query heads. A query whose entries are all -1 sees
-        nothing. With `q_offset` also of the positions before the first query.
+    indices: [rows, G, k] or [batch or 1, rows, G, k], the chosen entries of each row, in any order; -1 for none. G is
+        1, the number of key heads, or that of query heads. There is a row for each query of the call, or for each
+        position from 0 on, or one for all. A query whose entries are all -1 sees nothing. [batch * queries, G, k] are
+        the rows of each batch element after those of the one before.
     granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1.
 
-    The mask is kept as one bit for each query and entry. Combine it with `causal` to hide the future inside the chosen
-    entries. `block_topk` is for blocks of queries that choose together.
+    The mask is kept as one bit for each query and entry, and blocks of which nobody chose a key are skipped. Combine it
+    with `causal` to hide the future inside the chosen entries. Sequences that are packed into one row count entries
+    along the row: `topk & flexmasks.packed("causal", offsets)`. `block_topk` is for blocks of queries that choose
+    together.
 
     Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), 2025; Yuan et al., Native Sparse Attention, 2025.
     Peers: FlashMLA sparse_prefill's indices [T_q, G, k]; cuDNN frontend's sparse attention; transformers' layers that
         select by an indexer add a matrix of 0 and -inf.
     """
     entry = kv // granularity
-    head = h // share if words.shape[-3] > 1 else always(0, kv)
-    row = (b, head, q) if words.ndim == 4 else (head, q)
-    return (words[*row, entry // _WORD] >> (entry % _WORD).int()) & 1 != 0
+    row: tuple[Tensor | int, ...] = h // share if chosen.shape[-3] > 1 else always(0, kv), row_of(chosen, q, first, b)
+    if chosen.ndim == 4:
+        row = b if len(chosen) > 1 else always(0, kv), *row
+    return (chosen[*row, entry // bits].int() >> (entry % bits).int()) & 1 != 0

@@ -106,6 +106,24 @@ def test_bounds_are_near_the_exact_blocks(name: str, monkeypatch: pytest.MonkeyP
     assert (counts["without the band"] > 1.25 * counts["exact"]) == (name == "packed")
 
 
+@pytest.mark.parametrize("granularity", [1, 4, 16, 64, 128])
+def test_blocks_of_chosen_entries_are_exact(granularity: int) -> None:
+    entries, count = LENGTH // granularity, 128 // granularity
+    block = torch.arange(LENGTH) // 128
+    run = torch.where(block == 3, 1, (block + 2 * torch.randint(0, 2, (LENGTH,))) % 4)  # of 128 keys, for each query
+    indices = run[:, None] * count + torch.randperm(count)
+    chosen = torch.zeros(LENGTH, entries, dtype=torch.bool).scatter_(1, indices, True)
+    visible = chosen.repeat_interleave(granularity, 1).tril()
+    want = create_block_mask(lambda b, h, q, kv: visible[q, kv], None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=64)
+    mask = get_mask("topk", indices=indices[:, None].int(), granularity=granularity) & get_mask("causal")
+    with without_waits("cpu"):
+        layout = plan_bounds(SizedMask(mask, 0, SIZE, False, (64, 64))).layout
+    counts, _, full, *_ = layout.indices
+    assert torch.equal(counts[0], want.kv_num_blocks[0])
+    assert torch.equal(full[0], want.full_kv_num_blocks[0])
+    assert 0 < int(full.sum()) < int((counts + full).sum()) < 36
+
+
 def test_sizes_that_are_not_read_are_bounds() -> None:
     starts = torch.tensor([3, 9])
     size = Size(BATCH, 3, 100, 200, CPU, dtype=torch.float64, approximate=True)

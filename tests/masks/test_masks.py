@@ -546,7 +546,7 @@ BAD = [
     ("edges", {"crow": [0] * 64 + [1], "col": [64]}, ValueError, "`col` must be below 64, .* got 64"),
     ("topk", {"indices": [[[0], [0], [0]]] * 64}, ValueError, "for each query head, of [0-9]+, got 3"),
     ("topk", {"indices": [[[16]]] * 64, "granularity": 4}, ValueError, "below 16: 64 keys are 16 entries of 4"),
-    ("topk", {"indices": [[[0]]] * 63}, ValueError, "a row of indices for each of the 64 pos"),
+    ("topk", {"indices": [[[0]]] * 63}, ValueError, "`indices` must have a row for each of the 64 pos"),
     ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60, the call has 64 keys"),
     (
         "cross_document",

@@ -98,9 +98,16 @@ def edges(b: int, h: int, q: int, kv: int, size: Case, crow: list[int], col: lis
 
 @mask_oracle
 def topk(b: int, h: int, q: int, kv: int, size: Case, indices: Any, granularity: int = 1) -> bool:
-    """Keys of the entries that are listed for q; h // (heads / G) is the list of head h."""
-    rows = indices[b] if isinstance(indices[0][0][0], list) else indices
-    lists = rows[q]
+    """Keys of the entries that are listed for q; h // (heads / G) is the list of head h. With a row for each query of
+    the call, q_offset's query has the first row, and batch elements have the rows one after another, if there are so
+    many.
+    """
+    of_call = q - (size.q_offset if isinstance(size.q_offset, int) else size.q_offset[b])
+    if isinstance(indices[0][0][0], list):
+        rows = indices[b if len(indices) > 1 else 0]
+        lists = rows[of_call if len(rows) == size.q_len else q]
+    else:
+        lists = indices[b * size.q_len + of_call if len(indices) == size.batch * size.q_len else q]
     return any(
         kv in range(i * granularity, (i + 1) * granularity) for i in lists[h * len(lists) // size.heads] if i >= 0
     )
@@ -142,6 +149,8 @@ CASES: list[Case] = [
         (20, 4),
     ),
     Case("topk", {"indices": RANDOM.ints(-1, 3, 2, 40, 3, 1), "granularity": 16}, heads=3),
+    Case("topk", {"indices": RANDOM.ints(-1, 50, 2 * 17, 1, 4, dtype=torch.int32)}, 2, 4, 17, 50, (20, 4)),
+    Case("topk", {"indices": RANDOM.ints(-1, 5, 1, 17, 4, 2), "granularity": 12}, 2, 4, 17, 50, 30),
     Case("topk", {"indices": RANDOM.ints(0, 150, 150, 1, 9)}, 1, 1, 150, 150),
     Case("dense", {"visible": RANDOM.bools(0.3, 40, 40)}),
     Case("dense", {"visible": RANDOM.bools(0.3, 2, 3, 31, 31)}, heads=3, q_len=17, kv_len=31, q_offset=(14, 0)),
