@@ -29,6 +29,7 @@ WHAT = {
     "biases": "short sequences with a bias that learns, against SDPA and compiled flex",
     "tangents": "forward mode (torch.func.jvp) against forward passes, and second order",
     "sdpa": "masks as tensors, by flexmasks.sdpa and by torch's SDPA",
+    "topk": "keys that an indexer chose for each query, against dense additive masks",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
 # Options of some benchmarks; the others measure steps that `--only` chooses.

@@ -44,6 +44,7 @@ from benchmarks import sdpa as bench_sdpa
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import tangents as bench_tangents
+from benchmarks import topk as bench_topk
 from benchmarks import trees as bench_trees
 from flexmasks.__main__ import main
 from flexmasks.backends import measured_times, times
@@ -213,6 +214,11 @@ def sdpa() -> str:
     return bench_sdpa.markdown(results("sdpa_gpu")) if (RESULTS / "sdpa_gpu.json").exists() else "Not measured yet."
 
 
+def topk() -> str:
+    """Return the tables of keys that an indexer chose."""
+    return bench_topk.markdown(results("topk_gpu")) if (RESULTS / "topk_gpu.json").exists() else "Not measured yet."
+
+
 def trees(name: str) -> str:
     """Return the table of training on trees from a results file."""
     return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -277,6 +283,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/biases.md": {"biases_gpu": biases},
     "recipes/results/dropout.md": {"dropout_gpu": dropout},
     "recipes/results/sdpa.md": {"sdpa_gpu": sdpa},
+    "recipes/results/topk.md": {"topk_gpu": topk},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},
     "recipes/results/tangents.md": {"tangents_gpu": tangents},
     "recipes/results/versions.md": {"versions": versions},

@@ -39,6 +39,7 @@ from benchmarks import rollouts as bench_rollouts
 from benchmarks import serve as bench_serve
 from benchmarks import softmax as bench_softmax
 from benchmarks import steps as bench_steps
+from benchmarks import topk as bench_topk
 from benchmarks import trees as bench_trees
 from benchmarks.memory import peak_bytes
 from benchmarks.model import Sizes
@@ -313,6 +314,24 @@ def test_figures_of_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(compared) == 9
     assert all(r["difference"] < 1e-5 for r in compared)
     assert bench_diffusers.markdown(results).count("| flexmasks  ") == 3
+
+
+@pytest.mark.campaign
+def test_figures_of_chosen_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All ways compute the same, and queries have as many entries as the description says."""
+    file = tmp_path / "topk.json"
+    assert main(["topk", "--device", "cpu", "--quick", "--json", str(file)]) == 0, capsys.readouterr().err
+    rows = json.loads(file.read_text())["rows"]
+    compared = [r["difference"] for r in rows if "difference" in r]
+    assert len(compared) == 4 * (4 + 3)  # flex has no gradients on a CPU
+    assert all(x < 1e-5 for x in compared)
+    assert [r["blocks"] for r in rows[::9]] == [1.0, 0.7, 0.7, 0.8]
+    page = bench_topk.markdown({"rows": rows, "machine": bench_results.machine(torch.device("cpu"))})
+    assert page.count("| runs") == 4
+    for case in bench_topk._CASES:
+        indices = case._replace(length=4096, count=64).indices(torch.device("cpu"))
+        assert indices.shape == (4096, 1, 64)
+        assert int(indices.max()) < 4096 // case.granularity
 
 
 @pytest.mark.campaign
