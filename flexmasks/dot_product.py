@@ -48,14 +48,14 @@ def sdpa(
 
     Arguments, results and errors are torch's. A tensor as `attn_mask` is looked at once, by blocks of 128 x 128: what
     shows all is left out, a lower triangle becomes `is_causal`, and where a long call has enough empty blocks,
-    `flexmasks.attention` skips them. All other calls are torch's, also those without a mask, and those inside
-    torch.compile, torch.func, dispatch modes and CUDA graphs, where no values may be read, and those for which
-    torch.nn.attention.sdpa_kernel allows the formula only; inside `flexmasks.invariant` none is. What a tensor says is
-    remembered until it changes, also in place, or dies; so layers should get the same tensor, or views of it.
+    `flexmasks.attention` skips them. torch runs all other calls: those without a mask, those inside torch.compile,
+    torch.func, dispatch modes and CUDA graphs, where no values may be read, and those for which
+    torch.nn.attention.sdpa_kernel allows the formula only. Inside `flexmasks.invariant` it runs none. What was found in
+    a tensor is kept until the tensor changes, also in place, or is freed: give all layers the same one, or views of it.
 
     A query that sees nothing, by booleans or by -inf, gives 0 where flexmasks runs the call; torch's kernels give 0 or,
-    some on GPUs, NaN. One from which finite numbers alone hide all keys gives what torch gives, as
-    `flexmasks.extend.mask_and_score` describes.
+    some on GPUs, NaN. A query whose keys all have finite numbers near the lowest one gives what torch gives, see
+    `flexmasks.extend.mask_and_score`.
 
     Args:
         query: [..., H, Q, D], with any leading dimensions.
@@ -89,7 +89,7 @@ def sdpa(
         >>> flexmasks.sdpa(query, key, value, flexmasks.masks.sliding_window(window=16)).shape
         torch.Size([2, 4, 100, 16])
     """
-    must_be_ours = is_invariant()  # torch's kernels do not promise it
+    must_be_ours = is_invariant()  # torch's kernels do not promise the same bits
     if attn_mask is None and must_be_ours:
         attn_mask, is_causal = "causal" if is_causal else "full", False
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
@@ -112,7 +112,7 @@ def sdpa(
         return _torchs(query, key, value, attn_mask, **options)
     mask, score, visible_blocks = mask_and_score(pairs, sizes)
     name = None if mask is None else mask.name
-    # torch scales what it has masked as causal, which a negative scale would turn round.
+    # torch masks causal scores before it scales them: a negative scale would turn -inf into inf.
     if score is None and name in (None, "causal") and (scale is None or scale > 0) and not must_be_ours:
         return _torchs(query, key, value, is_causal=name == "causal", **options)
     is_sparse = visible_blocks is not None and visible_blocks <= most

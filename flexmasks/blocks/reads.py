@@ -30,7 +30,7 @@ def reads_outside(mask_mod: MaskMod, *, before: bool = False, of: Tensor | None 
         found: list[Any] = [torch.zeros((), dtype=torch.bool, device=q.device)]
 
         def guarded(table: Any, index: Any, n: int) -> Any:
-            if type(index) is not int and not _is_number(index):
+            if type(index) is not int and not _is_index(index):
                 return index
             outside = (index >= n) | (index < -n)
             if of is None or table is of:
@@ -57,7 +57,7 @@ def reads_outside(mask_mod: MaskMod, *, before: bool = False, of: Tensor | None 
     return reads
 
 
-def _is_number(index: Any) -> bool:
+def _is_index(index: Any) -> bool:
     return isinstance(index, Range | Tensor) and index.dtype in _INDICES
 
 

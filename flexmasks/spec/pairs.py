@@ -49,18 +49,19 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
     """Return what `flexmasks.attention` takes in place of a mask that is a tensor, exactly as SDPA reads it.
 
     A key is hidden where booleans are False, or where numbers that are added to the scores are -inf or near the lowest
-    number of their dtype, at most half of it, as torch.finfo(dtype).min is. SDPA adds such a number like all others, so
-    it hides a key beside keys with usual numbers only: in a row of nothing else it is added, too, and the softmax is
-    over the keys that are not at -inf. With `finfo.min` in float32 and bfloat16 this is the average of their values,
-    because the scores are lost in rounding, and gradients of such a row are as wrong as by torch's fused kernels, which
-    compute its weights from a sum that has lost them. Rows of -inf and of False see nothing, and give 0. Inside
-    torch.autocast numbers but float64 are cast to its dtype first, as SDPA casts them: `finfo.min` of float32 becomes
-    -inf.
+    number of their dtype: at most half of it, as torch.finfo(dtype).min is. Rows of -inf and of False see nothing, and
+    give 0. Inside torch.autocast numbers but float64 are cast to its dtype first, as SDPA casts them: `finfo.min` of
+    float32 becomes -inf.
 
-    The values are read once, and what they say is kept as long as the tensor, or the tensor that it is a view of, lives
-    and does not change, in place either; neither is kept alive. A tensor that shows all gives no mask, and a lower
-    triangle from the first query and key on gives `causal`. Tensors that learn and those of inference mode are read at
-    each call. Nothing is read while torch.compile, torch.func or a CUDA graph records the call; that is as exact.
+    A number near the lowest one hides a key only beside keys with usual numbers, because SDPA adds it like any other. In
+    a row that has no usual number the softmax is over all keys that are not at -inf. With `finfo.min` in float32 and
+    bfloat16 it is the average of their values, as rounding loses the scores; the gradients of such a row are as wrong
+    as those of torch's fused kernels, which compute its weights from a sum that has lost the scores, too.
+
+    The values are read once, and what they say is kept until the tensor, or the tensor that it is a view of, changes,
+    also in place, or is freed. A tensor that shows all gives no mask, and a lower triangle from the first query and key
+    on gives `causal`. Tensors that learn and those of inference mode are read at each call. Nothing is read while
+    torch.compile, torch.func or a CUDA graph records the call: the result is as exact, but no block is known.
 
     Args:
         pairs: bool (True = visible) or floating (added to the scores, with a gradient if it learns), of any shape that
