@@ -53,8 +53,8 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
     give 0. Inside torch.autocast numbers but float64 are cast to its dtype first, as SDPA casts them: `finfo.min` of
     float32 becomes -inf.
 
-    A number near the lowest one hides a key only beside keys with usual numbers, because SDPA adds it like any other. In
-    a row that has no usual number the softmax is over all keys that are not at -inf. With `finfo.min` in float32 and
+    A number near the lowest one hides a key only beside keys with usual numbers, because SDPA adds it like any other.
+    In a row that has no usual number the softmax is over all keys that are not at -inf. With `finfo.min` in float32 and
     bfloat16 it is the average of their values, as rounding loses the scores; the gradients of such a row are as wrong
     as those of torch's fused kernels, which compute its weights from a sum that has lost the scores, too.
 
