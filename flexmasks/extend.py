@@ -49,9 +49,8 @@ from flexmasks.blocks.difference import Difference, Side, difference
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
-from flexmasks.blocks.queries import first_key, queries_that_see
 from flexmasks.blocks.reads import reads_outside
-from flexmasks.blocks.strips import Counts, count_in_strips, visible_in_strips
+from flexmasks.blocks.strips import Counts, count_in_strips, first_key, queries_that_see, visible_in_strips
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
 from flexmasks.context import is_capturing, is_invariant

@@ -870,9 +870,9 @@ FAULTS: list[Fault] = [
         ("tests/engine/test_tracing.py",),
     ),
     # --- what is wrong with a mask ---
-    Fault("blocks/queries.py", "possible & ~sees_block[..., None]", "possible & sees_block[..., None]", _CHECK),
-    Fault("blocks/queries.py", "blocks[at_once:][~seen.all(-1)", "blocks[at_once:][~seen.any(-1)", _CHECK),
-    Fault("blocks/queries.py", "moved(mask_mod, first, 0)", "mask_mod", _CHECK),
+    Fault("blocks/strips.py", "possible & ~sees_block[..., None]", "possible & sees_block[..., None]", _CHECK),
+    Fault("blocks/strips.py", "blocks[at_once:][~seen.all(-1)", "blocks[at_once:][~seen.any(-1)", _CHECK),
+    Fault("blocks/strips.py", "moved(mask_mod, first, 0)", "mask_mod", _CHECK),
     Fault("blocks/reads.py", "outside = (index >= n)", "outside = (index > n)", _CHECK),
     Fault("blocks/reads.py", "index < 0 if before", "index < 1 if before", _CHECK),
     Fault("ranges/lookup.py", "guarded(values, i, n) for", "i for", _CHECK),

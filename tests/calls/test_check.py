@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 import flexmasks
 from flexmasks import check
 from flexmasks.asking.check import KINDS
-from flexmasks.blocks import limits, queries
+from flexmasks.blocks import limits, strips
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.extend import implied_size, reads_outside
 
@@ -69,7 +69,7 @@ def _random_function(example: Drawn) -> None:
 
 
 def test_many_strips_and_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "_BLOCKS_OF_STRIP", 1)
+    monkeypatch.setattr(strips, "_BLOCKS_OF_STRIP", 1)
     monkeypatch.setattr(limits, "ELEMENTS_AT_ONCE_ON_CPU", 1)
     jumbled = torch.randperm(500)
     for function in (lambda b, h, q, kv: jumbled[q] == kv, lambda b, h, q, kv: (jumbled[kv] + q * h) % 500 == 7):
