@@ -61,7 +61,7 @@ def differentiated_once(name: str, gradients: Sequence[Tensor | None], *inputs: 
 
 def with_gradients_once(
     name: str, out: Tensor, kernel: str, *, by_compiler: bool = False,
-    again: Callable[[Any, Sequence[bool], Tensor], Sequence[Tensor]] | None = None,
+    again: Callable[[Any, Sequence[bool], Tensor], Sequence[Tensor | None]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return an output of torch's kernel whose gradients say that they have no derivatives.
 
@@ -91,9 +91,8 @@ def with_gradients_once(
                 return None
             if again is None or upstream[0] is None:
                 return differentiated_once(name, gradients)
-            needed = [x is not None for x in gradients]
-            made = iter(again(node, needed[:3], upstream[0]))
-            return tuple(next(made) if need else None for need in needed)
+            made = again(node, [x is not None for x in gradients[:3]], upstream[0])
+            return *made, *[None] * (len(gradients) - 3)
 
         node.register_hook(note)
     return out

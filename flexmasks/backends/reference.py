@@ -39,7 +39,7 @@ from flexmasks.backends import tiles_operator
 from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
 from flexmasks.backends.ordered import Ordered
 from flexmasks.backends.ordered_places import Layout, why_unknown
-from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices
+from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, gradients
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.backends.waiting import Uncompiled, uncompiled
 from flexmasks.blocks.elements import with_indexing_by_numbers
@@ -261,14 +261,11 @@ class _AttendByTiles(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
         out, lse, *tensors = ctx.saved_tensors
-        differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
-        if not differentiable and not is_traced_or_transformed() and all(map(has_memory, grads)):
-            q, k, v, *learned = tensors
+        q, k, v, *learned = tensors
+        # Where gradients are enabled, the caller asks for derivatives of these gradients.
+        if not torch.is_grad_enabled() and not is_traced_or_transformed() and all(map(has_memory, grads)):
             return None, None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
         needed = ctx.needs_input_grad[3:]
-        with torch.enable_grad():
-            tensors[:3] = [x.view_as(x) for x in tensors[:3]]  # one may be made of another, see `with_views`
-            outputs = ctx.by_slices(*tensors[:3])
-        inputs = [x for x, need in zip(tensors, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=differentiable, allow_unused=True))
-        return None, None, None, *(next(gradients) if need else None for need in needed)
+        again = lambda *given: ctx.by_slices(*given[len(learned) :])  # noqa: E731
+        found = gradients(again, len(learned), [*needed[3:], *needed[:3]], *learned, q, k, v, *grads)
+        return None, None, None, *found[-3:], *found[:-3]

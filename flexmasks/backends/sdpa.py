@@ -107,7 +107,7 @@ class SdpaKernel(Kernel):
             out = with_gradients_once("sdpa", out, "ScaledDotProduct", again=again)
         return out, None
 
-    def _gradients_again(self, scale: float, node: Any, needed: Sequence[bool], d_out: Tensor) -> tuple[Tensor, ...]:
+    def _gradients_again(self, scale: float, node: Any, needed: Sequence[bool], d_out: Tensor) -> list[Tensor | None]:
         """Return the gradients of the kernel's q, k and v, which autograd's node has, with derivatives."""
         qkv = node._saved_query, node._saved_key, node._saved_value
         rows, columns = (torch.arange(-(-x.shape[2] // _BLOCK), device=x.device) for x in qkv[:2])

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import Kernel, Unavailable
 from flexmasks.backends.reference import attend
+from flexmasks.backends.slices import gradients
 from flexmasks.context import is_traced_or_transformed
 from flexmasks.kernels.direct import has_memory
 from flexmasks.plans.whole import Added, Summand
@@ -106,21 +107,16 @@ class _Attend(compat.SingleLevelFunction):
         q, k, v, *added = saved[: ctx.inputs]
         if d_out is None:
             d_out = torch.zeros_like(out)
-        differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
         upstream = [d_out] if d_lse is None else [d_out, d_lse]
-        looks_inside = differentiable or is_traced_or_transformed() or not all(map(has_memory, upstream))
+        # Where gradients are enabled, the caller asks for derivatives of these gradients.
+        looks_inside = torch.is_grad_enabled() or is_traced_or_transformed() or not all(map(has_memory, upstream))
         grads = None
         if not looks_inside and lse is not None:
             grads = ctx.kernel.backward(ctx.mask, q, k, v, out, lse, d_out, d_lse, *added)
         if grads is not None:
             return None, None, *grads, *[None] * (ctx.inputs - len(grads))
-        needed = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            own = [x.view_as(x) for x in (q, k, v, *added)]  # of which one may be made of another
-            again = ctx.kernel.by_reference(ctx.mask, *own)[: len(upstream)]
-        inputs = [x for x, need in zip(own, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(again, inputs, upstream, create_graph=differentiable, allow_unused=True))
-        return None, None, *(next(gradients) if need else None for need in needed)
+        again = lambda *given: ctx.kernel.by_reference(ctx.mask, *given)[: len(upstream)]  # noqa: E731
+        return None, None, *gradients(again, 0, ctx.needs_input_grad[2:], q, k, v, *added, *upstream)
 
 
 def _read(table: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        again = functools.partial(gradients, ctx.function, ctx.count, needed)
+        again = functools.partial(needed_gradients, ctx.function, ctx.count, needed)
         if torch.is_grad_enabled():
             found = iter(Recomputed.apply(again, ctx.count, *tensors, *grads))
         else:
@@ -158,11 +158,20 @@ class Recomputed(torch.autograd.Function):
 
 def gradients(
     function: Callable[..., tuple[Tensor, ...]], count: int, needed: Sequence[bool], *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the gradients of those inputs of a function that need one.
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs of a function, which runs again, and None for those that need none.
 
+    count: of the inputs in front, which the function has by itself.
     tensors: its inputs, and the gradients of its results.
     """
+    found = iter(needed_gradients(function, count, needed, *tensors))
+    return [next(found) if need else None for need in needed]
+
+
+def needed_gradients(
+    function: Callable[..., tuple[Tensor, ...]], count: int, needed: Sequence[bool], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return those gradients that `gradients` returns beside None."""
     inputs, grads = tensors[: len(needed)], tensors[len(needed) :]
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():

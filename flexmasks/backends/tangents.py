@@ -26,7 +26,7 @@ from flexmasks import compat
 from flexmasks.backends.call import BlocksAndScore, Kernel, Operand, Plans, Unavailable, first_line
 from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.slices import Recomputed, Visible, gradients, tangents_by_slices
+from flexmasks.backends.slices import Recomputed, Visible, needed_gradients, tangents_by_slices
 from flexmasks.backends.tiles import learned_by, with_views
 from flexmasks.backends.tiles_operator import call_of, in_another_thread, taken_apart
 from flexmasks.errors import passing_error
@@ -212,7 +212,7 @@ def for_graph(given: Sequence[Tensor], grads: Sequence[Tensor], leaves: Any) -> 
         if not grads:
             return kernel.run(qkv, (given[3], given[4], given[5]), (given[6], given[7]), form)[2:]
         by_slices = kernel.by_slices(form.blocks, qkv[0], wants_grad=False, learns=False)
-        return gradients(by_slices, 0, [True] * len(given), *given, *grads)
+        return needed_gradients(by_slices, 0, [True] * len(given), *given, *grads)
 
     made = in_another_thread(compute, given[0].device)
     return [x.detach().clone(memory_format=torch.contiguous_format) for x in made]
