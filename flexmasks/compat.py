@@ -219,6 +219,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "decompositions": ("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH"),
     # What traces the gradients of flex_attention's scores, see `_mend_gradients_of_scores`.
     "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
+    # What lets a score change index tensors by tensors while its gradients are traced.
+    "TransformGetItemToIndex": ("torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex", None),
     # What differentiates flex_attention, see `flex_invariant.adds_in_order`; without it no gradients are invariant.
     "FlexGradients": ("torch._higher_order_ops.flex_attention:FlexAttentionAutogradOp", None),
     # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
@@ -328,6 +330,19 @@ def _mend_gradients_of_scores() -> None:
 
     if create is not None:
         operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
+
+
+def gradient_of_score(score_mod: Callable[..., Tensor], q: Tensor, tensors: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """Return the function that flex_attention makes for the gradient of a score change.
+
+    It takes the arguments of the score change, with the gradient of its result in front of its tensors, and returns a
+    gradient for each of the others, the first one that of the score.
+    """
+    operators = importlib.import_module("torch._higher_order_ops.flex_attention")
+    indices = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
+    with named("TransformGetItemToIndex")(), torch.enable_grad():
+        score = q.new_zeros((), requires_grad=True)
+        return cast(Callable[..., Any], operators.create_fw_bw_graph(score_mod, (score, *indices), tensors)[1])
 
 
 def _mend_backward(backward: Any) -> None:

@@ -1,7 +1,8 @@
 """Dropout of attention weights, exact on every backend, by two calls of a kernel.
 
 Dropped pairs have a score of -inf in the first call. The second call has all pairs, and gives the log-sum-exp by which
-the weights are normalized: out * exp(lse of kept pairs - lse of all pairs) / (1 - p).
+the weights are normalized: out * exp(lse of kept pairs - lse of all pairs) / (1 - p). Both are differentiated; but on a
+GPU flex_attention takes the second lse as it is, and has a backward pass for both (`backends/flex_dropout.py`).
 
 Whether a pair is kept follows from a word of its query and a word of its key, by an operation that all compilers get
 right within 32 bits. So no kernel draws numbers, forward and backward pass agree, and where a call is cut into parts or
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.backends import fa4_package
+from flexmasks.backends.flex_dropout import STEPS, is_kept
 from flexmasks.backends.plain import computes_nothing
 from flexmasks.plans.checks import ATTENTION, fail
 from flexmasks.plans.held import without_plan
@@ -27,8 +29,6 @@ from flexmasks.spec.definitions import add_operator, define
 from flexmasks.spec.parameters import as_number, in_message
 from flexmasks.spec.values import Score
 
-_STEPS = 1 << 16  # p is rounded to a multiple of 1 / _STEPS
-_HALF = (1 << 15) - 1  # of a word: the lower 15 bits, which are an odd number, and 16 bits above them
 _WORD = (1 << 32) - 1
 _FEW = 16  # values of each key where only the log-sum-exp is wanted: the fewest that kernels take
 _SEEDS = -(1 << 63), (1 << 63) - 1
@@ -41,13 +41,18 @@ class Dropout(NamedTuple):
     p: float
     seed: int | Tensor | torch.Generator | None = None
 
+    @property
+    def dropped(self) -> int:
+        """How many of 2**16 pairs are dropped."""
+        return round(self.p * STEPS)
+
     def kept(self, sizes: tuple[int, ...], kv_len: int, device: torch.device) -> Score:
         """Return the change of the scores of a call that drops pairs.
 
         sizes: batch, query heads and queries.
         """
         tables = [self._words(table, sizes[0], sizes[1], n, device) for table, n in enumerate((sizes[2], kv_len))]
-        return Score(_KEPT, {"q_words": tables[0], "kv_words": tables[1], "dropped": round(self.p * _STEPS)})
+        return Score(_KEPT, {"q_words": tables[0], "kv_words": tables[1], "dropped": self.dropped})
 
     def rescaled(self, out: Tensor, of_kept: Tensor, lse: Tensor) -> Tensor:
         """Return the output of a call, given that of its kept pairs, with its lse, and the lse of all pairs."""
@@ -107,11 +112,20 @@ def kept_of(q: Tensor, k: Tensor, request: Request, dropout: Dropout) -> Request
 
 
 def with_dropout(
-    run: Callable[..., _Results], q: Tensor, k: Tensor, v: Tensor, request: Request, is_traced: bool = False
+    run: Callable[..., _Results],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    request: Request,
+    is_traced: bool = False,
+    at_once: Callable[..., Callable[..., _Results | None] | None] | None = None,
 ) -> _Results:
     """Return output and lse (or None) of a call of which `run` computes those without dropout.
 
     is_traced: whether torch.compile traces the call.
+    at_once: takes q, k, v, `request` without dropout, and the dropout. Returns a function for calls that it can compute
+        in one backward pass, else None. The function takes what drops pairs, and the lse without its gradients, and
+        returns the results, or None if it fails.
     """
     dropout, request = request.dropout, request._replace(dropout=None)
     if dropout is None or computes_nothing(q, k, v):
@@ -122,8 +136,15 @@ def with_dropout(
             fail("inside torch.compile `dropout_seed` must be an int, a tensor or None, got a generator.")
         if dropout.seed.device.type != q.device.type:
             fail(f"`dropout_seed` must be a generator on {q.device}, where q is, got one on {dropout.seed.device}.")
-    out, of_kept = run(q, k, v, kept_of(q, k, request, dropout))
     few = v.detach()[..., :_FEW] if _takes_few_values(q, request) else v.detach()
+    attend_kept = None if at_once is None else at_once(q, k, v, request, dropout)
+    if attend_kept is not None:
+        change = dropout.kept(tuple(q.shape[:3]), k.shape[2], q.device)
+        _, lse = run(q.detach(), k.detach(), few, request._replace(return_lse=True))
+        results = attend_kept(change, lse)
+        if results is not None:
+            return results
+    out, of_kept = run(q, k, v, kept_of(q, k, request, dropout))
     _, lse = run(q, k, few, request._replace(return_lse=True))
     out = dropout.rescaled(out, of_kept, lse)
     return out, lse if request.return_lse else None
@@ -162,20 +183,14 @@ def _kept(
     dropped: int,
     first: int | Tensor,
 ) -> Tensor:
-    """The score of pairs that are kept, -inf for those that are dropped.
-
-    In a row the 16 bits that decide are those of an odd number times the independent upper halves of the keys' words,
-    so they are as independent as these; likewise in a column. Two products, joined by xor, leave no pattern in both.
-    """
+    """The score of pairs that are kept, -inf for those that are dropped."""
     if isinstance(first, Tensor):
         q = q - first[b].type_as(q)
     elif q_words.shape[2] == 1:
         q = q * 0
     elif first:
         q = q - first
-    of_q, of_kv = q_words[b, h, q], kv_words[b, h, kv]
-    bits = ((of_q & _HALF) * (of_kv >> 15)) ^ ((of_q >> 15) * (of_kv & _HALF))
-    return torch.where((bits & _STEPS - 1) >= dropped, score, -math.inf)
+    return torch.where(is_kept(b, h, q, kv, q_words, kv_words, dropped), score, -math.inf)
 
 
 _KEPT = add_operator(define("score", _kept, "dropout", registered=True, prepare=_prepare))

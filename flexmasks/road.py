@@ -31,16 +31,18 @@ from flexmasks.backends.call import (
     RefusedByAll,
     Result,
     Unavailable,
+    proven,
 )
+from flexmasks.backends.flex_dropout import Drawn, DropoutKernel
 from flexmasks.backends.plain import attend_nothing, computes_nothing, greatest_scores
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.table import BACKENDS, is_not_here, made_ready, only_choice, why_not
+from flexmasks.backends.table import BACKENDS, choose, is_not_here, made_ready, only_choice, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import as_kernels_read as as_lists_of_kernels
 from flexmasks.blocks.lists import lists_of
 from flexmasks.cache import ENTRY, KINDS, PLANS, Part, identity
 from flexmasks.context import Context, is_invariant
-from flexmasks.dropout import kept_of, with_dropout
+from flexmasks.dropout import Dropout, kept_of, with_dropout
 from flexmasks.errors import Outgrown, Unfit, passing_error, raise_to_user
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import as_kernels_read, as_nested, laid_end_to_end, under_autocast
@@ -105,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         return as_nested(q, *attend(*laid_end_to_end(q, k, v, without_plan(q, k, request))))
     q, k, v = as_kernels_read(q, k, v)
     if request.dropout is not None:
-        return with_dropout(attend, q, k, v, request)
+        return with_dropout(attend, q, k, v, request, at_once=_dropout_at_once)
     if context.is_transformed and not context.is_invariant and request.backend not in ("reference", "sdpa"):
         with_tangents = _attend_forward(q, k, v, request)
         if with_tangents is not None:
@@ -119,6 +121,55 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
         results = _attend(q, k, v, request, context, known_call(q, k, v, request, context))
     # Whoever makes the call again for a backward pass compares what it read.
     return checkpointing.watched(results, lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
+
+
+def _dropout_at_once(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, dropout: Dropout
+) -> Callable[[Score, Tensor], Results | None] | None:
+    """Return what computes the results of a call with dropout in one backward pass, see `with_dropout`.
+
+    Its kernel gives no lse, and no gradients but those of q, k and v. Where another backend is the fastest for kept
+    pairs, that one runs them.
+    """
+    context, sinks = Context.now(q.device), request.sink_logits
+    is_plain = not (request.return_lse or request.kernel_options or request.must_be_invariant or context.is_transformed)
+    is_for_flex = q.device.type in _KINDS_ON and request.backend_name in ("auto", "flex")
+    if not (is_plain and is_for_flex) or (sinks is not None and sinks.requires_grad):
+        return None
+    request = without_plan(q, k, request)
+    backend = f"{request.backend}, {dropout.dropped} pairs dropped of {dropout.p}"  # another key than that of a call
+    alone = request._replace(backend=backend, sink_logits=None)
+    known, planned = known_call(q, k, v, alone, context), None
+    if known is None or any(t.requires_grad for t in known.tensors) or (known.tensors and context.is_capturing):
+        return None
+    ready = plan_again(q, k, v, alone)
+    if ready is None and context.is_capturing:
+        return None
+    if ready is None:
+        planned = plan_call(q, k, v, alone._replace(backend="auto"), context)
+        of_kept = plan_call(q, k, v, kept_of(q, k, request, dropout._replace(seed=0))).call  # nothing is drawn
+        runs_flex = choose(of_kept)[0][0].name == "flex" if request.backend == "auto" else not why_not("flex", of_kept)
+        fast = DropoutKernel(planned.call, dropout.dropped, dropout.p) if runs_flex and dropout.p < 1 else Kernel()
+        ready = fast.ready(Inputs(q, k, v, None, planned.plans))
+        keep(known, Result(q, None, ready), planned)
+    kernel, forms = ready
+    if not (isinstance(kernel, DropoutKernel) and kernel.fits):
+        return None
+
+    def attend_kept(change: Score, lse: Tensor) -> Results | None:
+        whole = Ready(kernel, (*forms, Drawn.of(change, lse, dropout.p)))
+        try:
+            if planned is None:
+                out = whole(q, k, v).out
+            else:
+                out = proven(planned.call, whole, Inputs(q, k, v, None, planned.plans)).out
+        except Unavailable as error:
+            _log.info("dropout takes two backward passes here: %s", error)
+            kernel.fits = False
+            return None
+        return checkpointing.watched((out, None), lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
+
+    return attend_kept
 
 
 def _by_its_mask(q: Tensor, k: Tensor, request: Request) -> Request:

@@ -160,6 +160,18 @@ def _stop_timer() -> None:
 COMPILED: Part[_Kernel] = Part(KERNELS, "kernels")
 
 
+class InPlaceOfScore(NamedTuple):
+    """What `flex` gets in place of a score change if another function attends in place of torch's flex_attention.
+
+    attend: takes this in place of the score change. name: of the functions that it finds by it.
+    tensors: those of these functions.
+    """
+
+    attend: Callable[..., Any]
+    name: str
+    tensors: tuple[Tensor, ...]
+
+
 @compat.constant_in_graphs
 def _announce() -> bool:
     """Log what the kernel that this thread runs is, before torch compiles it.
@@ -196,7 +208,8 @@ def flex(
         for stride, is_constant in zip(x.stride(), dims, strict=False):
             if is_constant:
                 compat.as_constant(stride)
-    attend = functools.partial(flex_by, compat.flex_attention)
+    by = score_mod.attend if isinstance(score_mod, InPlaceOfScore) else compat.flex_attention
+    attend = functools.partial(flex_by, by)
     if padded.has_more_tokens(block_mask, q, k):
         attend = functools.partial(padded.with_padding, attend)
     return attend(q, k, v, score_mod, block_mask, scale, kernel_options, with_lse)

@@ -16,6 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from flexmasks import road
+from flexmasks.backends import flex_dropout, flex_kernels
+from flexmasks.backends.call import Unavailable
+from flexmasks.backends.flex_dropout import Drawn, DropoutKernel, attend_kept
+from flexmasks.backends.flex_kernels import InPlaceOfScore
+from flexmasks.backends.table import BACKENDS
 from flexmasks.dropout import Dropout
 from flexmasks.plans.mask_plan import MaskPlan
 
@@ -324,6 +329,137 @@ def test_inside_compile() -> None:
         torch.compile(flexmasks.attention, backend="eager", fullgraph=True)(
             q, k, v, dropout_p=P, dropout_seed=torch.Generator()
         )
+
+
+# --- in one backward pass ---
+
+
+def _sum_precisely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator sums in float32."""
+    monkeypatch.setattr(flex_dropout, "less_row_products", lambda x, y, given, factor: (x * y).sum(-1) * -factor)
+
+
+def test_one_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    (batch, heads, n, size), p = (2, 4, 128, 16), 0.3
+    q = torch.randn(batch, heads, n, size, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(batch, 2, n, size, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    slopes = torch.rand(heads, dtype=torch.float64)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, slopes: Tensor) -> Tensor:
+        return 3 * torch.tanh(s) - slopes[h] * (i - j)
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (j % 5 != 1) & (i > 3)  # four rows see nothing
+
+    dropout = Dropout(p, 11)
+    change = dropout.kept((batch, heads, n), n, q.device)
+    places = torch.meshgrid(*map(torch.arange, (batch, heads, n, n)), indexing="ij")
+    keep = change(torch.zeros(()), *places) == 0
+    scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(size)
+    scores = score(scores, *places, slopes).masked_fill(~mask(*places), -math.inf)
+    weights = scores.softmax(-1).nan_to_num() * keep / (1 - p)
+    wanted, lse = weights @ v.repeat_interleave(2, 1), scores.detach().logsumexp(-1)
+
+    functions = flex_dropout._Functions(score, mask, 1, dropout.dropped, 1 - p)
+    _sum_precisely(monkeypatch)
+    torch.compiler.allow_in_graph(flex_dropout._attend)
+    blocks = flexmasks.block_mask(mask, n, n, batch=1, heads=1)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(q: Tensor, k: Tensor, v: Tensor, drawn: Drawn, blocks: Any) -> Tensor:
+        given = InPlaceOfScore(attend_kept, functions.name, (*drawn, slopes))
+        return attend_kept(q, k, v, given, blocks, None, True, None)
+
+    got = call(q, k, v, Drawn.of(change, lse, p), blocks)
+    factor = torch.randn_like(wanted)
+    pairs = zip(*(torch.autograd.grad(x, (q, k, v), factor) for x in (got, wanted)), strict=True)
+    for a, b in ((got, wanted), *pairs):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def by_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls on the CPU take the way of a GPU, by a compiler that runs torch's operators."""
+    compile_by_torch = torch.compile
+    _sum_precisely(monkeypatch)
+    monkeypatch.setattr(road, "_KINDS_ON", ("cpu",))
+    monkeypatch.setattr(road, "choose", lambda call: ([BACKENDS["flex"]], {}))
+    monkeypatch.setattr(flex_kernels, "_as_stored", lambda score_mod: score_mod)  # for torch's kernels on a CPU
+    monkeypatch.setattr(torch, "compile", lambda f, *, options, **how: compile_by_torch(f, backend="aot_eager", **how))
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
+
+
+_CALLS: dict[str, dict[str, Any]] = {
+    "documents and a score": {"mask": ["causal", "document"], "document_ids": IDS, "score": "alibi"},
+    "rows that see nothing": {"mask": lambda b, h, q, kv: (q > kv) & (kv % 3 != 1)},
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_calls_with_one_backward_pass(name: str, by_flex: None) -> None:
+    call = {**_CALLS[name], "dropout_p": P, "dropout_seed": SEED}
+    q, k, v = inputs()
+    results = [flexmasks.attention(q, k, v, **call, return_lse=True)[0]]  # by two calls
+    results += [flexmasks.attention(q, k, v, **call) for _ in range(2)]
+    factor = torch.randn_like(results[0])
+    for one in results[1:]:
+        assert one.grad_fn.name().startswith("CompiledFunction"), one.grad_fn.name()
+    wanted, *others = [(x, *torch.autograd.grad(x, (q, k, v), factor)) for x in results]
+    for got in others:
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_no_second_derivatives(by_flex: None) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        out = flexmasks.attention(q, k, v, mask="causal", dropout_p=P)
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_two_backward_passes_where_one_fails(by_flex: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def fails(*_: Any) -> Tensor:
+        calls.append(1)
+        raise Unavailable("no kernel")
+
+    monkeypatch.setattr(DropoutKernel, "_run", fails)
+    q, k, v = inputs()
+    given = {"mask": "causal", "dropout_p": P, "dropout_seed": SEED}
+    out = flexmasks.attention(q, k, v, **given)
+    assert torch.equal(out, flexmasks.attention(q, k, v, **given))
+    assert len(calls) == 1
+    keep, visible = kept(Dropout(P, SEED), 2, 4, 50, 50), torch.ones(50, 50).tril().bool()
+    torch.testing.assert_close(out, written_out(q, k, v, visible, keep)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [300, 512])
+@pytest.mark.parametrize("has_score", [False, True])
+def test_one_backward_pass_on_a_gpu(length: int, dtype: torch.dtype, has_score: bool) -> None:
+    torch.manual_seed(0)
+    shapes = (4, length, 16), (2, length, 16), (2, length, 32)
+    q, k, v = (torch.randn(2, *shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes)
+    bias = torch.randn(4, length, length, device="cuda", dtype=dtype) if has_score else None
+    call = {"mask": "causal", "score": bias, "dropout_p": P, "dropout_seed": SEED, "backend": "flex"}
+    visible, keep = torch.ones(length, length).tril().bool().cuda(), kept(Dropout(P, SEED), 2, 4, length, length).cuda()
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    flexmasks.clear_caches()
+    for _ in range(2):
+        out = flexmasks.attention(q, k, v, **call)
+        wanted, _ = written_out(*leaves, visible, keep, bias=0.0 if bias is None else bias.double())
+        factor = torch.randn_like(out)
+        got = out, *torch.autograd.grad(out, (q, k, v), factor)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+        for a, b in zip(got, (wanted, *torch.autograd.grad(wanted, leaves, factor.double())), strict=True):
+            assert float((a.double() - b).detach().abs().max()) <= tolerance * max(1, float(b.detach().abs().max()))
+    assert len(flex_dropout._BY_NAME) == 1
 
 
 # --- kernels of compilers ---
