@@ -221,7 +221,7 @@ def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def _judge(in_row: int, is_wrong: list[int]) -> None:
     if is_wrong[0]:
-        raise Unfit(f"the kernel was told of {in_row} documents in a row at most, and there are more")
+        raise Unfit(f"the kernel takes at most {in_row} documents in a row here, and there are more")
 
 
 class _Blocks(NamedTuple):

@@ -85,7 +85,7 @@ def _refuses_starts(call: Call) -> str | None:
             "offsets, or by ids of documents outside of torch.compile or with contiguous=True"
             f"{', and where queries start' if call.is_traced else ''}"
         )
-    # The kernel must be told of no more keys than there are, and nobody reads where the queries start.
+    # The number of keys that the kernel gets must not be above theirs, and the host does not read where queries start.
     if intervals.lens is not None or intervals.right != 0 or call.q.shape[2] > call.k.shape[2]:
         return (
             "where queries start at positions of a tensor, it takes windows that end at a query's position, without "
@@ -364,7 +364,7 @@ def _to_ends(call: Call) -> Kernel:
 class Ends(NamedTuple):
     """Where the keys of each batch element end."""
 
-    ends: Tensor  # the number of keys that the kernel is told of, int32 [B]
+    ends: Tensor  # the number of keys that the kernel gets, int32 [B]
     table: Tensor | None  # the page table as the kernel takes it, int32
 
     @property
@@ -374,9 +374,9 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class Fa4EndKernel(_Fa4):
-    """FlashAttention 4 where it is told where the keys of each batch element end.
+    """FlashAttention 4 with the number of keys of each batch element.
 
-    The kernel lays the last query at the last key. So it is told of the keys in a sequence's pages, whose last ones
+    The kernel lays the last query at the last key. So it gets the number of keys in a sequence's pages, whose last ones
     are the queries, or of the keys up to the last query's position.
     """
 

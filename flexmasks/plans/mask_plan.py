@@ -78,7 +78,7 @@ class Computed(NamedTuple):
     full: float
     partial: float
     reads_tensors: bool = False  # whether the mask's function reads tensors for each pair of a partial block
-    sequences: float = 0  # that kernels of sequences are told of, for 128 queries, empty ones included
+    sequences: float = 0  # that a kernel gets for 128 queries, empty ones included
     uneven: float = 1  # how many times as many blocks of queries as on average see a block of keys, at most
 
 
@@ -247,7 +247,7 @@ class MaskPlan(ModifierPlan):
         if counts[0] < 0:
             _in_sequences(self.mask, unread(self.size, self.offset)).check()
         if abs(counts[0]) > room:
-            raise Outgrown(f"the kernel was told of {room} documents at most, and there are {abs(counts[0])}")
+            raise Outgrown(f"the kernel takes at most {room} documents here, and there are {abs(counts[0])}")
 
     @functools.cached_property
     def intervals(self) -> Intervals | None:
@@ -644,7 +644,9 @@ class GivenPlan:
 
 
 def computed_in_sequences(window: Window, batch: int, length: int, count: int, room: int) -> Computed:
-    """What kernels compute of self-attention in `count` sequences of random lengths; they are told of `room`."""
+    """What kernels compute of self-attention in `count` sequences of random lengths, given in tables with
+    places for `room` sequences.
+    """
     mean = batch * length / max(1, count)  # also of keys before a query, as most tokens are in long sequences
     visible = min(mean if window.right is not None else 2 * mean, window.pairs(length) / length)
     full = max(0.0, visible / BLOCK_SIZE[1] - _VISIBLE)

@@ -121,8 +121,8 @@ def sized(size: Size, offset: Offset) -> Size:
     """Return the size with the largest offset in it.
 
     The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large. A tensor's
-    values are 0 or at most kv_len - q_len, so that no kernel needs to be told of more keys than there are, and tables
-    that are made without reading the values are long enough. If the size says that no values may be read, it is
+    values are 0 or at most kv_len - q_len, so that no kernel needs a number of keys that is larger than theirs, and
+    tables that are made without reading the values are long enough. If the size says that no values may be read, it is
     `unread`.
     """
     if not size.may_read:

@@ -28,7 +28,7 @@ class _Shared:
 
 
 class _Unknown(Tensor):
-    """The leaf of a mask that differs among batch elements, nobody knows of how many."""
+    """The leaf of a mask that differs among batch elements, whose number is not known."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +156,7 @@ def _unflatten(leaves: Iterable[Any], context: tuple[Modifier, int]) -> Any:
     if isinstance(leaf, _Shared | _Unknown):
         return value
     if not isinstance(leaf, Tensor):
-        return (leaf,)  # what somebody says of the leaf, in a tree of the same form
+        return (leaf,)  # what a caller put in place of the leaf, in a tree of the same form, as a spec of the arguments
     if not can_be_read(leaf) and len(leaf) == batch:
         return value
     rows = leaf.tolist()

@@ -752,7 +752,7 @@ def test_more_documents_than_there_was_room_for() -> None:
         laid, look = other.sequences()
         assert look is not None
         if size == 1:
-            with pytest.raises(Unfit, match="told of 64 documents at most, and there are 100"):
+            with pytest.raises(Unfit, match="takes at most 64 documents here, and there are 100"):
                 look.confirm()
             mask = flexmasks.get_mask("document", document_ids=ids)  # the call is planned again, as one of a new kind
             plan = MaskPlan(mask, replace(_size(1, 100, 100), may_read=True))
