@@ -58,8 +58,8 @@ def _refuses_kind(call: Call) -> str | None:
     if isinstance(mask, MaskPlan) and not (mask.is_given and mask.opaque):
         return _BY_FA4 if not mask.opaque and may_be_band(mask.mask) else None
     return (
-        "FlashAttention 4 runs windows here, with other bits, and it is not known whether the given blocks are those of "
-        "one: pass the mask in place of block_mask"
+        "FlashAttention 4 runs windows here, with other bits, and it is not known whether the given blocks are those "
+        "of one: pass the mask in place of block_mask"
     )
 
 
