@@ -123,6 +123,15 @@ TAKES_NARROW_LISTS = _TORCH >= (2, 14)
 # gradient.
 FLASH_GIVES_LSE = _TORCH >= (2, 14)
 
+# Devices on which torch's flex_attention runs; those of MPS have forward passes only.
+_FLEX_RUNS_ON = {"cpu", "cuda", "xpu"} | ({"mps"} if _TORCH >= (2, 13) else set())
+
+
+def flex_takes(device_type: str) -> bool:
+    """Return whether the installed torch's flex_attention runs on a kind of device."""
+    return device_type in _FLEX_RUNS_ON
+
+
 # Whether FLASH's compiler reads captured tensors by vectors, as in torch 2.13; torch 2.11 does not. GPUs of capability
 # 10 and above then read some wrongly.
 FLASH_READS_VECTORS = _TORCH > (2, 11)

@@ -107,7 +107,8 @@ def sdpa(
         return _torchs(query, key, value, attn_mask, is_causal=is_causal, **options)
     q, k, v, pairs = (_of_four(x) for x in (query, key, value, attn_mask))
     device, sizes = query.device.type, (*q.shape[:3], k.shape[2])
-    most = _MOST_BLOCKS[device] / (2 if dropout_p else 1)  # with dropout a call of `attention` takes twice its time
+    # With dropout a call of `attention` takes twice its time.
+    most = _MOST_BLOCKS.get(device, 1.0) / (2 if dropout_p else 1)
     if not must_be_ours and least_visible_blocks(pairs, sizes) > most:
         return _torchs(query, key, value, attn_mask, **options)
     mask, score, visible_blocks = mask_and_score(pairs, sizes)

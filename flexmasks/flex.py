@@ -33,7 +33,7 @@ from flexmasks.attention import attention
 from flexmasks.attention import block_mask as _block_mask
 from flexmasks.backends.plain import compiled_flex_attention, greatest_scores
 from flexmasks.blocks.lists import in_full_width, lists_of
-from flexmasks.kernels.direct import runs_triton
+from flexmasks.devices import runs_triton
 from flexmasks.plans.portable import made_like, repeated
 from flexmasks.spec.by_name import says_what_to_write
 

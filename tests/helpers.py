@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
-from flexmasks import compat
+from flexmasks import compat, devices
 from flexmasks.backends.exact import CONSTANT, OF_FLASH_ALONE, outside_table
 from flexmasks.plans import recorded
 from flexmasks.spec.parameters import Size
@@ -376,6 +376,22 @@ def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphMo
 
 
 # --- Triton ---
+
+
+# Bytes of shared memory that a program may take, by compute capability (CUDA C++ programming guide).
+SHARED_MEMORY = {
+    (7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448,
+    (10, 0): 232_448, (10, 3): 232_448, (11, 0): 232_448, (12, 0): 101_376,
+}  # fmt: skip
+
+
+def on_gpu_of(patch: pytest.MonkeyPatch, capability: tuple[int, int] | None, memory: int | None = None) -> None:
+    """Let the library take all devices for a GPU of a compute capability, or for AMD's, which answers questions only.
+
+    memory: its shared memory, by default that of its kind.
+    """
+    found = SHARED_MEMORY.get(capability or (0, 0), 0) if memory is None else memory
+    patch.setattr(devices, "_gpu", lambda device: devices.Gpu(capability, found))
 
 
 def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:

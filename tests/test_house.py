@@ -29,7 +29,7 @@ ORDER = {
     for number, rooms in enumerate(
         [
             ["compat"],
-            ["cache", "checkpointing", "context", "workers", "errors", "graphs"],
+            ["cache", "checkpointing", "context", "devices", "workers", "errors", "graphs"],
             ["kernels"],
             ["ranges"],
             ["blocks"],

@@ -27,12 +27,13 @@ from flexmasks.backends.call import (
 )
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
+from flexmasks.devices import nvidia_capability, nvidia_major
 from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import on
 from flexmasks.plans.bounds import SizedMask
 from flexmasks.plans.mask_plan import Computed
-from flexmasks.plans.sizes import BLOCK_SIZE, capability, shifted_mask
+from flexmasks.plans.sizes import BLOCK_SIZE, shifted_mask
 from flexmasks.plans.windows import Look
 from flexmasks.ranges import GiveUp
 from flexmasks.ranges.intervals import MOST, intervals_of
@@ -64,7 +65,7 @@ def refuses(call: Call) -> str | None:
         return "it takes scales above 0 only"
     if call.context.has_transforms or call.context.is_transformed:
         return "it does not run inside transforms of torch.func"
-    if 256 in sizes and call.needs_grad and call.with_lse and capability(call.q.device)[0] == 10:
+    if 256 in sizes and call.needs_grad and call.with_lse and nvidia_major(call.q.device) == 10:
         return "on compute capability 10 it has no gradient of the lse with heads of 256"
     return None
 
@@ -75,7 +76,7 @@ def refuses_machine(call: Call) -> str | None:
         return "it runs on CUDA only"
     if missing := why_unusable():
         return missing
-    if capability(call.q.device) not in _CAPABILITIES:
+    if nvidia_capability(call.q.device) not in _CAPABILITIES:
         return f"it needs compute capability {', '.join(f'{a}.{b}' for a, b in _CAPABILITIES[:-1])} or 10.3"
     if call.q.dtype not in HALF_DTYPES:
         return f"it takes float16 and bfloat16, not {call.dtype}"
@@ -105,7 +106,7 @@ def is_fastest(call: Call, has_flash: bool) -> bool:
     batch, heads, length, size = call.q.shape
     is_known = _SIZES[0] <= size <= _SIZES[1] and size == call.v.shape[3] and heads == call.k.shape[1]
     is_long = min(length, call.k.shape[2]) >= _MIN_LENGTH
-    if not (is_known and is_long and call.needs_grad and capability(call.q.device) == _CAPABILITIES[0]):
+    if not (is_known and is_long and call.needs_grad and nvidia_capability(call.q.device) == _CAPABILITIES[0]):
         return False
     computed = call.mask.computed(batch * heads)
     return is_for(computed, batch * heads * length / BLOCK_SIZE[0], size, has_flash) and not unfit(call)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.operations import COMPARISONS, KEEP_VALUES, MAKE_CONSTANTS, UNBOUNDED, Bounds, Trace, follow
-from flexmasks.plans.sizes import capability
+from flexmasks.devices import nvidia_major
 
 CONSTANT = "it is constant"
 NEGATIVE = "kernels read wrong memory at a negative index, and an index may be negative"
@@ -41,11 +41,14 @@ SIGN = "FLASH gives remainders of negative numbers the wrong sign"
 _BOOLEANS = "FLASH makes booleans of torch.where between two numbers"
 _LOWEST_BIT = "FLASH reads only the lowest bit of a number used as a truth value"
 _CONSTANT_INDEX = "FLASH takes no constant index"
+_SINGLE = "Metal kernels compute whole numbers in single precision, and one may be beyond 2**24"
+_UNCONVERTED = "Metal kernels leave numbers as they are where a function converts them to whole ones or to truth values"
 # What ends the process or reads other memory, in a score change too.
 KILLERS = (WHOLE, NEGATIVE, OVERFLOW)
 # Reasons against a mask that hold for FLASH's compiler alone. Against a score change, all but KILLERS do.
 OF_FLASH_ALONE = {SIGN, _BOOLEANS, _LOWEST_BIT, _CONSTANT_INDEX}
-OF_SIZES = {NEGATIVE, OVERFLOW, SIGN}  # reasons that smaller sizes of a call may not have
+OF_METAL_ALONE = {_SINGLE, _UNCONVERTED}
+OF_SIZES = {_SINGLE, NEGATIVE, OVERFLOW, SIGN}  # reasons that smaller sizes of a call may not have
 
 # The table, by kinds of operands.
 _NUMBERS = {torch.int32, torch.int64}
@@ -78,7 +81,7 @@ def outside_table(
 
     sizes: batch, query heads, queries and keys.
     """
-    trace = _Table(is_score, compat.FLASH_READS_VECTORS and capability(device)[0] >= 10)
+    trace = _Table(is_score, compat.FLASH_READS_VECTORS and nvidia_major(device) >= 10, on_metal=device.type == "mps")
     unreadable, _ = follow(trace, function, device, sizes, is_score)
     return tuple(trace.errors) or ((unreadable,) if unreadable else ())
 
@@ -95,9 +98,9 @@ class _Table(Trace):
 
     compiler = "torch's compiler"
 
-    def __init__(self, is_score: bool, reads_vectors: bool) -> None:
+    def __init__(self, is_score: bool, reads_vectors: bool, on_metal: bool = False) -> None:
         super().__init__(is_score)
-        self._reads_vectors = reads_vectors
+        self._reads_vectors, self._on_metal = reads_vectors, on_metal
         # By id: the dtypes of the captured whole numbers of which a value was made. Indices of pairs have none: kernels
         # count them in 32 bits, Python in 64, which is the same as long as they fit.
         self._captured: dict[int, frozenset[torch.dtype]] = {}
@@ -170,11 +173,25 @@ class _Table(Trace):
             self._check_dtypes(name, out, args, tensors, numbers)
         if not out.is_floating_point() and out.dtype != torch.bool:
             self._check_whole_numbers(name, out, args)
+        if self._on_metal:
+            self._check_metal(name, out, tensors)
         if name in COMPARISONS:
             self._comparisons[id(out)] = (name, *args[:2])
         if not kwargs and all(isinstance(x, Tensor | int | float) for x in args):
             operation = (name, *(id(self._first(x)) if isinstance(x, Tensor) else (type(x), x) for x in args))
             self._firsts[id(out)] = self._by_operation.setdefault(operation, out)
+
+    def _check_metal(self, name: str, out: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Note what torch's kernels for MPS get wrong, which compute all numbers in float32."""
+        for x in (*tensors, out):
+            is_whole = not x.is_floating_point() and x.dtype != torch.bool
+            low, high = self._bounds[id(x)] if x is out else self.bounds_or_any(x)
+            if is_whole and max(-low, high) > 1 << _EXACT_INTEGERS[torch.float32]:
+                self.note(_SINGLE)
+        if name in KEEP_VALUES and tensors[0].dtype != out.dtype:
+            is_truncated = tensors[0].is_floating_point() and not out.is_floating_point()
+            if out.dtype == torch.bool or is_truncated:
+                self.note(_UNCONVERTED)
 
     def _check_signs(self, *used: Any) -> None:
         if any(id(x) in self._wrong_signs for x in used):

@@ -24,10 +24,10 @@ from flexmasks.backends.call import (
     proven,
     raise_passing_error,
 )
+from flexmasks.devices import nvidia_major
 from flexmasks.errors import Unfit
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.kernels.direct import with_rows_together
-from flexmasks.plans.sizes import capability
 from flexmasks.plans.windows import Intervals, Look, Window
 from flexmasks.spec.bands import Band, Sequences
 
@@ -64,7 +64,7 @@ def varies(call: Call) -> str | None:
     A tile of queries reads its keys in order, from the first one of their sequence on, and each row of a tile is by
     itself. Tiles depend on the head size, and on whether there is a bound on each side.
     """
-    major = capability(call.q.device)[0]
+    major = nvidia_major(call.q.device)
     return None if major in _INVARIANT_ON else f"it was not shown to be invariant on compute capability {major}"
 
 

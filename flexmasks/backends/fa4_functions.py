@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flexmasks.backends.call import ONCE_ONLY, differentiated_once
 from flexmasks.backends.fa4_package import NUMBERS, interface, is_small
-from flexmasks.kernels.direct import on_gpu
-from flexmasks.plans.sizes import capability
+from flexmasks.devices import nvidia_major, on_gpu
 
 # Queries and keys of a tile, and the head sizes for which flash-attn-4 takes tiles of as many keys.
 _SMALL_TILE, _SIZES_OF_SMALL_TILE = (64, 128), (64, 128)
@@ -114,7 +113,7 @@ def _tile_of_few(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     It takes 0.65 to 1 of the time (H200). The bits of a row are the same: it reads as many keys at a time.
     """
     rows = q.shape[1] * q.shape[2] // k.shape[-2] if q.ndim == 4 else math.inf
-    if rows > _SMALL_TILE[0] or capability(q.device)[0] != 9:
+    if rows > _SMALL_TILE[0] or nvidia_major(q.device) != 9:
         return {}
     return {"tile_mn": _SMALL_TILE} if q.shape[-1] == v.shape[-1] in _SIZES_OF_SMALL_TILE else {}
 

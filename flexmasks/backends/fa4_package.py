@@ -20,7 +20,7 @@ import torch
 
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable, first_line
-from flexmasks.plans.sizes import capability
+from flexmasks.devices import nvidia_capability, nvidia_major
 
 _log = logging.getLogger("flexmasks")
 
@@ -178,7 +178,9 @@ def refuses_package(call: Call) -> str | None:
     missing = why_unusable()
     if missing:
         return missing
-    major = torch.cuda.get_device_capability(call.q.device)[0]
+    major = nvidia_major(call.q.device)
+    if nvidia_capability(call.q.device) is None:
+        return "it runs on GPUs of NVIDIA only"
     if major < 9:
         return "it needs compute capability 9.0 or above"
     if call.q.dtype not in HALF_DTYPES:
@@ -204,7 +206,7 @@ def refuses_package(call: Call) -> str | None:
 
 def is_small(device: torch.device) -> bool:
     """Return whether a GPU is a consumer's, see `SMALL`."""
-    return capability(device)[0] == SMALL
+    return nvidia_major(device) == SMALL
 
 
 @compat.constant_in_graphs

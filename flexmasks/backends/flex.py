@@ -35,7 +35,7 @@ from flexmasks.backends.call import (
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, flex_by, widened
 from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chosen_tiles
 from flexmasks.blocks.lists import lists_of
-from flexmasks.kernels.direct import why_no_triton
+from flexmasks.devices import compiles_by_triton, why_no_triton
 from flexmasks.kernels.operators import hold, separate
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
@@ -76,11 +76,11 @@ def options(
         return chosen
     # For few queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    on_gpu = q.device.type == "cuda"
-    tiles = chosen_tiles(q, v, block_size, reads) if on_gpu and not chosen else {}
-    if on_gpu and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
+    by_triton = compiles_by_triton(q.device)
+    tiles = chosen_tiles(q, v, block_size, reads) if by_triton and not chosen else {}
+    if by_triton and any(map(_is_cut, (q.shape[2], k.shape[2]), block_size)):
         chosen.setdefault(_ENDS_AT_TILES, False)
-    if on_gpu and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
+    if by_triton and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
         return {**tiles, **chosen, "BACKEND": "TRITON"}
     # The backward pass of a decoding kernel is that of all others.
     return {**{name: value for name, value in tiles.items() if name.startswith("bwd_")}, **chosen}
@@ -320,8 +320,8 @@ def _key(call: Call, backend: str | None, chosen: dict[str, Any], lengths: str) 
     """
     q, k, v = call.q, call.k, call.v
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
-    # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
-    may_decode = call.on_gpu and "BACKEND" not in chosen
+    # torch's decoding kernel on a GPU divides its work by the batch size, and is not taken for a symbolic one.
+    may_decode = compiles_by_triton(q.device) and "BACKEND" not in chosen
     others = {name: value for name, value in chosen.items() if name != _ENDS_AT_TILES}
     return (
         backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), lengths, q.shape[1],
@@ -371,7 +371,7 @@ def refuses(call: Call) -> str | None:
 
 def _refuses_here(call: Call) -> str | None:
     if call.device_type not in ("cpu", "cuda"):
-        return "it runs on CUDA and on CPUs only"
+        return _refuses_device(call)
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
     if call.on_gpu:
@@ -388,6 +388,28 @@ def _refuses_here(call: Call) -> str | None:
     if call.is_traced and _reads_symbolic_sizes(call):
         return "torch's compiler may write wrong code for tensors of symbolic sizes that a mask or score reads"
     return None
+
+
+def _refuses_device(call: Call) -> str | None:
+    """Return why a call cannot run on a device that is neither a CPU nor CUDA's, or None."""
+    device = call.device_type
+    if device not in ("xpu", "mps"):
+        return f"it does not run on {device}"
+    if not compat.flex_takes(device):
+        return f"it does not run on {device}: this torch's flex_attention does not"
+    if call.q.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.k.dtype != call.q.dtype:
+        return f"torch's compiled flex_attention takes one dtype on {device}"
+    if call.needs_grad:
+        return f"on {device} it runs forward passes only"
+    if device != "mps":
+        return None
+    if call.with_lse:
+        return "on mps it gives no lse"
+    if call.is_traced:
+        return "on mps it is not used inside torch.compile"
+    return forms.why_not_metal(call)
 
 
 def _reads_symbolic_sizes(call: Call) -> bool:

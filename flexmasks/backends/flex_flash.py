@@ -9,7 +9,7 @@ from flexmasks.backends import fa4_package, flex, forms
 from flexmasks.backends.call import Call, Kernel, Plans
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
-from flexmasks.plans.sizes import capability
+from flexmasks.devices import nvidia_capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
 _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend
@@ -30,7 +30,7 @@ def block_size(head_size: int, device: torch.device) -> tuple[int, int] | None:
 
 @compat.constant_in_graphs
 def _fits_blocks(device: torch.device) -> bool:
-    return fa4_package.fits_tiles() and capability(device) == _FITTED_ON
+    return fa4_package.fits_tiles() and nvidia_capability(device) == _FITTED_ON
 
 
 def _wanted(call: Call) -> tuple[int, int] | None:

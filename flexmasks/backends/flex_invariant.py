@@ -33,8 +33,10 @@ _BY_FA4 = "FlashAttention 4 runs such masks here, with other bits"
 
 def varies(call: Call) -> str | None:
     """Return why results may depend on what else is in the call, or None."""
-    if not call.on_gpu:
+    if call.device_type == "cpu":
         return "torch's compiled flex_attention cuts the keys by the sizes of a call on a CPU"
+    if not call.on_gpu:
+        return f"it was not shown to be invariant on {call.device_type}"
     if call.kernel_options:
         return "its tiles are fixed inside flexmasks.invariant(), which takes no kernel_options"
     if call.needs_grad and not adds_in_order():

@@ -553,4 +553,4 @@ _KEY_PARTS = (
 
 
 def _is_for_gpu(key: Any) -> bool:
-    return bool(key[_KEY_PARTS.index("device")].type == "cuda")
+    return bool(key[_KEY_PARTS.index("device")].type != "cpu")

@@ -19,6 +19,7 @@ from flexmasks.backends.exact import (
     KILLERS,
     NEGATIVE,
     OF_FLASH_ALONE,
+    OF_METAL_ALONE,
     OF_SIZES,
     OVERFLOW,
     WHOLE,
@@ -129,9 +130,19 @@ def why_bits_in_trace(mask: MaskPlan, q: Tensor, k: Tensor) -> str:
     return reason
 
 
+def why_not_metal(call: Call) -> str | None:
+    """Return why torch's kernel for MPS may get a call's score or mask wrong, or None."""
+    if call.shapes is None:
+        return "it may miscompile the function, which reads variables that may change"
+    if reason := why_data(call):
+        return f"Metal kernels take no mask as data, and {reason}"
+    reasons = *outside(call, is_score=False), *(outside(call, is_score=True) if call.score is not None else ())
+    return next((r for r in reasons if r in OF_METAL_ALONE or r.startswith(UNREADABLE)), None)
+
+
 def _first_of_inductor(reasons: tuple[str, ...]) -> str:
     """Return the first reason that holds for Inductor, or ""."""
-    return next((reason for reason in reasons if reason not in OF_FLASH_ALONE), "")
+    return next((reason for reason in reasons if reason not in OF_FLASH_ALONE | OF_METAL_ALONE), "")
 
 
 def outside(call: Call, is_score: bool) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Operand
-from flexmasks.kernels.direct import shared_memory
-from flexmasks.plans.sizes import capability
+from flexmasks.devices import nvidia_capability, shared_memory
 
 _MEASURED_ON = (9, 0)  # the compute capability
 
@@ -138,7 +137,7 @@ _SMALL_FROM = ((101_376, 1, 1), (166_912, 129, 65), (232_448, 257, 129))
 def chosen_tiles(
     q: Tensor | Operand, v: Tensor | Operand, block_size: tuple[int, int], reads: Reads = NO_READS
 ) -> dict[str, int]:
-    """Return the kernel options of a call's tiles, or none for torch's own."""
+    """Return the kernel options of a call's tiles, or none for torch's own, as on GPUs that are not NVIDIA's."""
     sizes = compat.constants((q.shape[3], v.shape[3]))
     return dict(_options(q.dtype, q.device, sizes, compat.constants(tuple(block_size)), compat.constants(tuple(reads))))
 
@@ -151,8 +150,11 @@ def _options(
     block_size: tuple[int, int],
     reads: tuple[int, bool],
 ) -> tuple[tuple[str, int], ...]:
+    capability = nvidia_capability(device)
+    if capability is None:
+        return ()
     size, memory, of_pairs = max(head_sizes), shared_memory(device), Reads(*reads)
-    if capability(device) == _MEASURED_ON:
+    if capability == _MEASURED_ON:
         is_known = head_sizes[0] == head_sizes[1] or any(reads) or size > 256
         sizes = _table(dtype) if is_known else {}
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
-from flexmasks.kernels.direct import runs_triton
+from flexmasks.devices import runs_triton
 from flexmasks.kernels.operators import positions
 
 _MAX_SCORES = 1 << 24  # scores held at once

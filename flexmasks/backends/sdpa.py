@@ -46,8 +46,8 @@ def refuses(call: Call) -> str | None:
         return "it gives no lse"
     if call.kernel_options:
         return "it takes no kernel_options"
-    if call.device_type not in ("cpu", "cuda"):
-        return f"it is not used on {call.device_type}"
+    if call.device_type == "mps" and window.right is not None:
+        return "on mps torch's kernel adds -inf to hidden scores, so that NaN in a hidden key would be seen"
     if window.right is not None and call.scale is not None and call.scale <= 0:
         return "it is wrong if scale is not above 0, because it scales masked scores"
     if call.q.dtype == torch.float64 and call.needs_grad:
@@ -82,6 +82,8 @@ class SdpaKernel(Kernel):
 
     def _has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""
+        if q.device.type == "mps":  # of which torch cannot be asked; any kernel is right where nothing is hidden
+            return True
         k, v = self.window.cut(k), self.window.cut(v)
         grouped = q.shape[1] != k.shape[1]
         if grouped and not q.is_cuda:  # torch's fused kernel for the CPU has no grouped heads

@@ -29,8 +29,9 @@ from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.slices import Recomputed, Visible, needed_gradients, tangents_by_slices
 from flexmasks.backends.tiles import learned_by, with_views
 from flexmasks.backends.tiles_operator import call_of, in_another_thread, taken_apart
+from flexmasks.devices import runs_own_kernels
 from flexmasks.errors import passing_error
-from flexmasks.kernels.direct import TRITON_DTYPES, runs_triton
+from flexmasks.kernels.direct import TRITON_DTYPES
 from flexmasks.plans.data import CannotBeData, MaskData
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.spec.structure import Opaque, tensors_of, with_tensors
@@ -103,7 +104,7 @@ class TangentKernel(Kernel):
         q, *others = qkv
         self._scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
         is_one_dtype = q.dtype in TRITON_DTYPES and all(x.dtype == q.dtype for x in others)
-        self._runs_triton = is_one_dtype and runs_triton(q.device)
+        self._runs_triton = is_one_dtype and runs_own_kernels(q.device)
 
     def forms(self, plans: Plans) -> tuple[Form]:
         with contextlib.suppress(CannotBeData):

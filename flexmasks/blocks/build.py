@@ -16,7 +16,7 @@ from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of
 from flexmasks.blocks.limits import Work
 from flexmasks.blocks.lists import flat_nonzero, index_lists, made_of
 from flexmasks.blocks.undecided import look_at
-from flexmasks.kernels.direct import on_gpu
+from flexmasks.devices import on_gpu
 from flexmasks.kernels.index_lists import index_lists as index_lists_operator
 from flexmasks.kernels.index_lists import plain_index_lists
 from flexmasks.kernels.operators import positions

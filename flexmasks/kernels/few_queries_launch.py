@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.direct import shared_memory
+from flexmasks.devices import shared_memory
 from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import Launch, compiled, dot_type, layouts_of, new, strides_of, width_of, with_grain

@@ -24,13 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmasks.kernels.direct import on, runs_triton
+from flexmasks.devices import runs_own_kernels
+from flexmasks.kernels.direct import on
 from flexmasks.kernels.few_queries_checks import TILE
 from flexmasks.kernels.operators import define
 
 
 def _run(partial: Tensor, full: Tensor) -> list[Tensor]:
-    if runs_triton(partial.device):
+    if runs_own_kernels(partial.device):
         from flexmasks.kernels.index_lists_kernel import lists_of  # needs Triton
 
         with on(partial.device):
@@ -65,7 +66,7 @@ index_lists = define("index_lists(Tensor partial, Tensor full) -> Tensor[]", _ru
 
 
 def _run_tiles(visible: Tensor) -> list[Tensor]:
-    if runs_triton(visible.device):
+    if runs_own_kernels(visible.device):
         from flexmasks.kernels.index_lists_kernel import tiles_of  # needs Triton
 
         with on(visible.device):

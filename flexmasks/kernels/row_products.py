@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmasks.kernels.direct import on, runs_triton
+from flexmasks.devices import runs_own_kernels
+from flexmasks.kernels.direct import on
 from flexmasks.kernels.operators import define
 
 
@@ -21,7 +22,7 @@ def _run(x: Tensor, y: Tensor, given: Tensor | None, factor: float) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    if runs_triton(x.device) and x.numel() > 0:
+    if runs_own_kernels(x.device) and x.numel() > 0:
         from flexmasks.kernels.row_products_kernel import products_of_rows  # needs Triton
 
         with on(x.device):

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.kernels.direct import HOPPER, on, shared_memory, with_rows_together
+from flexmasks.devices import HOPPER, shared_memory
+from flexmasks.kernels.direct import on, with_rows_together
 from flexmasks.kernels.launches import (
     Launch,
     compiled,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.devices import runs_own_kernels
 
 _INSTRUCTION = "tanh.approx.f32 $0, $1;"  # PTX; $0 is the result, $1 the input
 
@@ -64,7 +65,7 @@ def _lower() -> bool:
 
     def lowered(x: Any) -> Any:
         def compute(value: Any) -> Any:
-            if x.get_device().type != "cuda":
+            if not runs_own_kernels(x.get_device()):
                 return lowering.ops.tanh(value)
             return lowering.ops.inline_asm_elementwise(value, asm=_INSTRUCTION, constraints="=f,f", dtype=torch.float32)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmasks.kernels.direct import is_plain, on_gpu
+from flexmasks.devices import on_gpu
+from flexmasks.kernels.direct import is_plain
 
 _BYTES = 16
 

@@ -1,5 +1,5 @@
-"""Sizes of calls: where queries start, with functions of masks and scores for queries that start there; blocks that
-suit a device, and what a device can.
+"""Sizes of calls: where queries start, with functions of masks and scores for queries that start there, and blocks that
+suit a device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks.devices import nvidia_major
 from flexmasks.spec.parameters import Size
 
 Offset = int | Tensor
@@ -81,16 +81,9 @@ def block_size_for(size: Size) -> tuple[int, int]:
         for length, n in _CPU_BLOCK_SIZES:
             if max(size.q_len, size.kv_len) <= length:
                 return n, n
-    elif capability(size.device)[0] in (10, 11):
+    elif nvidia_major(size.device) in (10, 11):
         return _FLASH_BLOCK_SIZE
     return BLOCK_SIZE
-
-
-@compat.constant_in_graphs
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices, and where there is no GPU."""
-    is_here = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
-    return torch.cuda.get_device_capability(device) if is_here else (0, 0)
 
 
 def size_of(q: Tensor, k: Tensor, sizes: tuple[int, ...] = (), ends_among_keys: bool = True) -> Size:

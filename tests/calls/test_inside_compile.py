@@ -29,6 +29,7 @@ from helpers import (
     exact,
     in_campaigns,
     label,
+    on_gpu_of,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -1569,9 +1570,7 @@ def test_an_added_backend_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_given_blocks_have_the_backends_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (fa4_package, flex_flash):
-        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(flex_flash, "_fits_blocks", lambda device: True)
     causal = encode(flexmasks.get_mask("causal"), torch.device("cuda")).values()
 

@@ -6,14 +6,13 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import documents
+from helpers import documents, on_gpu_of
 from torch import Tensor
 from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmasks
 from flexmasks import Mask, get_mask
-from flexmasks.backends import exact, fa4_package, flex_flash
+from flexmasks.backends import fa4_package
 from flexmasks.backends.call import (
     BlocksAndScore,
     Inputs,
@@ -39,11 +38,9 @@ from flexmasks.backends.call import (
     with_gradients_once,
 )
 from flexmasks.backends.table import BACKENDS, choose, is_not_here, why_not
-from flexmasks.kernels import direct
 from flexmasks.plans import plan
 from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.plans.score_plan import ScorePlan
-from flexmasks.plans.sizes import capability
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 from flexmasks.spec.aliases import Aliases
@@ -387,9 +384,7 @@ def test_questions_compute_nothing(name: str, needs_grad: bool, device: str, mon
     call = plan_call(q, q, q, request).call
     if device == "cuda":  # whose kernels nothing here would run
         monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for module in (fa4_package, flex_flash, exact):
-            monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        on_gpu_of(monkeypatch, (9, 0))
         on_gpu = call.q._replace(device=torch.device("cuda", 0))
         call = replace(call, q=on_gpu, k=on_gpu, v=on_gpu)
     answers = {}
@@ -403,15 +398,9 @@ def test_questions_compute_nothing(name: str, needs_grad: bool, device: str, mon
 
 
 @pytest.fixture
-def on_t4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_t4(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of compute capability 7.5, as those of free notebooks, which only answers questions."""
-    direct._why_no_triton.cache_clear()
-    properties = SimpleNamespace(name="Tesla T4", multi_processor_count=40, shared_memory_per_block_optin=65536)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    yield
-    direct._why_no_triton.cache_clear()
+    on_gpu_of(monkeypatch, (7, 5))
 
 
 _ON_T4 = "causal", "sliding window", "documents", "own"
@@ -437,18 +426,6 @@ def test_where_triton_compiles_nothing_torch_runs(name: str, queries: int) -> No
     for other in ("flex", "decode", "short"):
         assert reasons[other] == "it does not run on compute capability 7.5: Triton needs 8.0" or other == "decode"
         assert is_not_here(reasons[other]) or (other, queries) == ("decode", 300)
-
-
-@pytest.mark.usefixtures("on_t4")
-def test_other_machines_are_not_asked_for_a_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    assert not direct.runs_triton(gpu)
-    assert capability(gpu) == (7, 5)
-    direct._why_no_triton.cache_clear()
-    monkeypatch.setattr(torch.version, "hip", "6.2")  # whose numbers are those of AMD's architectures
-    assert direct.runs_triton(gpu)
-    assert capability(gpu) == (0, 0)
-    assert not direct.runs_triton(torch.device("cpu"))
 
 
 def test_calls_hold_none_of_q_k_v() -> None:

@@ -14,7 +14,7 @@ import oracles
 import pytest
 import torch
 from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
-from helpers import TOLERANCE, arguments, by_turns, check_equal_block_masks, error
+from helpers import TOLERANCE, arguments, by_turns, check_equal_block_masks, error, on_gpu_of
 from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -462,8 +462,7 @@ def test_lengths_of_whole_tiles(queries: int, keys: int, size: int, is_given: bo
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: capability)
-    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: 1 << 20)
+    on_gpu_of(monkeypatch, capability, 1 << 20)
     plain = {"BACKEND": "TRITON"}
 
     def chosen(**given: Any) -> dict[str, int]:
@@ -495,8 +494,7 @@ def test_tiles_that_fit(
     memory: int, half_from: int, float32_from: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With little shared memory, each head size has tiles where torch's own may not fit, and they divide the blocks."""
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (8, 6))
-    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: memory)
+    on_gpu_of(monkeypatch, (8, 6), memory)
     least = half_from if dtype == torch.bfloat16 else float32_from
     for size in range(8, 513, 8):
         tiles = _options(300, size=size, dtype=dtype, block_size=(128, 64))
@@ -509,7 +507,7 @@ def test_tiles_that_fit(
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The divisions are those that torch's kernels assert."""
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(kernel_tiles, "float32_is_exact", lambda: precision == "highest")
     for size in range(8, 513, 8):
         tiles = _options(300, size=size, dtype=dtype)
@@ -524,12 +522,7 @@ def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_inside_compile(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU torch.compile traces the choice."""
-
-    @compat.constant_in_graphs
-    def capability(device: torch.device) -> tuple[int, int]:
-        return 9, 0
-
-    monkeypatch.setattr(kernel_tiles, "capability", capability)
+    on_gpu_of(monkeypatch, (9, 0))
 
     def chosen(q: Tensor) -> Tensor:
         tiles = kernel_tiles.chosen_tiles(q, q, (128, 128))

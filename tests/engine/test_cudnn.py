@@ -12,7 +12,7 @@ import cudnn_double
 import pytest
 import torch
 from functions import Drawn, compiled, drawn, structured
-from helpers import RECIPES, arguments, error, label, spread, try_examples
+from helpers import RECIPES, arguments, error, label, on_gpu_of, spread, try_examples
 from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
@@ -239,7 +239,7 @@ def _facts(**given: Any) -> Any:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(cudnn, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(cudnn, "_import_failures", [])
     monkeypatch.setattr(cudnn, "_why_missing", lambda: "")
     return monkeypatch
@@ -250,7 +250,7 @@ def test_what_a_machine_lacks(machine: pytest.MonkeyPatch) -> None:
     assert cudnn.refuses_machine(_facts(on_gpu=False)) == "it runs on CUDA only"
     float32 = _facts(q=torch.empty(1))
     assert cudnn.refuses_machine(float32) == "it takes float16 and bfloat16, not float32"
-    machine.setattr(cudnn, "capability", lambda device: (12, 0))
+    on_gpu_of(machine, (12, 0))
     assert cudnn.refuses_machine(_facts()) == "it needs compute capability 9.0, 10.0 or 10.3"
     machine.setattr(importlib, "import_module", lambda name: SimpleNamespace())
     with pytest.raises(Unavailable, match="nvidia-cudnn-frontend cannot be imported: AttributeError"):
@@ -338,7 +338,7 @@ def _long(**given: Any) -> Any:
 def test_what_was_not_measured_is_not_taken(given: dict[str, Any], is_taken: bool, machine: pytest.MonkeyPatch) -> None:
     assert cudnn.is_fastest(_long(**given), has_flash=False) == is_taken
     assert not cudnn.is_fastest(_long(**given), has_flash=True)
-    machine.setattr(cudnn, "capability", lambda device: (10, 0))
+    on_gpu_of(machine, (10, 0))
     assert not cudnn.is_fastest(_long(**given), has_flash=False)
 
 

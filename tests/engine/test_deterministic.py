@@ -12,7 +12,7 @@ from typing import Any
 import flash_double
 import pytest
 import torch
-from helpers import skip_unless_flash_takes
+from helpers import on_gpu_of, skip_unless_flash_takes
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
@@ -59,7 +59,7 @@ def test_what_backends_refuse(
     deterministic: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fa4_package, "capability", lambda device: capability)
+    on_gpu_of(monkeypatch, capability)
     for other in (name, "short"):
         monkeypatch.setitem(table.BACKENDS, other, replace(table.BACKENDS[other], refuses=lambda call: None))
     reason = table.why_not(name, call := _call(**given))

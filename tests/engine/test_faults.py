@@ -20,7 +20,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from helpers import TOLERANCE, error, in_campaigns, torch_says
+from helpers import TOLERANCE, error, in_campaigns, on_gpu_of, torch_says
 from torch import Tensor
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch._inductor.exc import InductorError
@@ -477,7 +477,7 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(fa4_package, "_import_failures", [])
     monkeypatch.setenv(fa4_package.KEEPS_KERNELS, "0")  # so that its folder stays as it is
     fa4_package._package.cache_clear()

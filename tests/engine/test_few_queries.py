@@ -27,6 +27,7 @@ from helpers import (
     error,
     in_campaigns,
     label,
+    on_gpu_of,
     one_in,
     try_examples,
 )
@@ -864,7 +865,7 @@ def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "_processors", lambda device: 84)
-    monkeypatch.setattr(launch, "shared_memory", lambda device: 101_376)
+    on_gpu_of(monkeypatch, (8, 6))
     monkeypatch.setattr(launch, "compiled", compiled)
     call = Call(2, 128, 1, kv_len=1024, k_size=size, v_size=size, dtype=BF16, band=(None, 0), bias=(1, 128, 1))
     launch.attend_band(*made(call).arguments)

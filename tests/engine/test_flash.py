@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import compiled, expressions, short_and_campaign
-from helpers import TOLERANCE, error, one_in, skip_unless_flash_takes, traced, try_examples
+from helpers import TOLERANCE, error, on_gpu_of, one_in, skip_unless_flash_takes, traced, try_examples
 from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch import Tensor
@@ -416,7 +416,7 @@ def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, leng
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
-    monkeypatch.setattr(flex_flash, "capability", lambda device: capability)
+    on_gpu_of(monkeypatch, capability)
     monkeypatch.setattr(fa4_package, "fits_tiles", lambda: fits)
     monkeypatch.setattr(road, "block_size_for", lambda size: (128, 128))
 

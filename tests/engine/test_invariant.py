@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import flash_double
 import pytest
 import torch
-from helpers import DEVICES, error
+from helpers import DEVICES, error, on_gpu_of
 from oracles import attend
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import compat, context, get_mask
-from flexmasks.backends import fa4, fa4_functions, fa4_package, table
+from flexmasks.backends import fa4_functions, fa4_package, table
 from flexmasks.kernels.sinks import with_sinks
 
 
@@ -274,7 +274,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     flash_double.replace(monkeypatch, _flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    monkeypatch.setattr(fa4, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     # flex is for calls that are not inside.
     flex = replace(table.BACKENDS["flex"], varies=table._varies)
     backends = {name: table.BACKENDS[name] for name in ("fa4", "sdpa")} | {"flex": flex}
@@ -296,7 +296,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_few_queries_take_a_small_tile(
     q: tuple[int, ...], k: tuple[int, ...], tile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fa4_functions, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     tensors = (torch.empty(shape, device="meta") for shape in (q, k, k))
     assert fa4_functions._tile_of_few(*tensors) == ({"tile_mn": (64, 128)} if tile else {})
 
@@ -391,7 +391,7 @@ def test_explain_says_how(told: list[dict[str, Any]], monkeypatch: pytest.Monkey
     q, k, v = _qkv(150, 150)
     says = flexmasks.explain(q, k, v, mask="causal").invariant
     assert says == "no, but inside flexmasks.invariant(), where fa4 runs such calls"
-    monkeypatch.setattr(fa4, "capability", lambda device: (10, 0))
+    on_gpu_of(monkeypatch, (10, 0))
     says = flexmasks.explain(q, k, v, mask="causal", backend="fa4").invariant
     assert says == "no, it was not shown to be invariant on compute capability 10"
     plan = flexmasks.plan("causal", 150, invariant=True)

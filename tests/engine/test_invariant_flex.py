@@ -14,7 +14,7 @@ import fresh
 import pytest
 import torch
 from flex_without_gpu import _graph
-from helpers import TOLERANCE, error
+from helpers import TOLERANCE, error, on_gpu_of
 from test_invariant import WAYS, Kind, _alone, _decoded, _sequences
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 import flexmasks
 from flexmasks import get_mask, get_score, inside_compile
-from flexmasks.backends import fa4, fa4_package, flex, flex_invariant, kernel_tiles, padded, table
+from flexmasks.backends import fa4_package, flex, flex_invariant, kernel_tiles, padded, table
 from flexmasks.backends.aligned import Aligned, _placed, in_one_list
 from flexmasks.backends.encoded import Encoded
 from flexmasks.blocks.lists import of_block_mask
@@ -275,8 +275,7 @@ def _call(mask: Any, dtype: torch.dtype = torch.float32, score: Any = None, **ho
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which FlashAttention 4 can be called."""
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
-    for module in (fa4, kernel_tiles):
-        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(kernel_tiles, "float32_is_exact", lambda: True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flex_without_gpu import Functions, Memory, compiles_for
-from helpers import in_campaigns, one_in
+from helpers import in_campaigns, on_gpu_of, one_in
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -122,7 +122,7 @@ def test_kernels_of_graphs_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Inside a graph of torch.compile no smaller kernel can be tried."""
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(kernel_tiles, "float32_is_exact", lambda: precision == "highest")
     call = _call_in_graph(size, dtype, biases)
     kernel: Any = flex.kernel(call)
@@ -148,8 +148,7 @@ def test_memory_of_tiles(name: str, least: int, most: int, n: int, compiled: Cal
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_tiles_fit_by_the_tables(memory: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever functions read: in one stage, nothing of pairs is held."""
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0) if memory == HOPPER else (8, 6))
-    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: memory)
+    on_gpu_of(monkeypatch, (9, 0) if memory == HOPPER else (8, 6), memory)
     small = kernel_tiles._SMALL_FLOAT32 if dtype == torch.float32 else kernel_tiles._SMALL_HALF
     table = kernel_tiles._table(dtype) if memory == HOPPER else small
     most = 256 if dtype == torch.float32 and memory == SMALL else 512
@@ -168,8 +167,7 @@ def test_tiles_fit_by_the_tables(memory: int, dtype: torch.dtype, monkeypatch: p
 @pytest.mark.parametrize("shape", [(300, 4), (300, 1), (8, 4)], ids=["queries", "heads in groups", "few queries"])
 def test_torch_compile_reads_tiles(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a graph they are merged with other options while torch traces."""
-    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: HOPPER)
+    on_gpu_of(monkeypatch, (9, 0))
     length, kv_heads = shape
     with FakeTensorMode(), torch.device("cuda:0"):
         q, k = (Operand.of(torch.empty(1, h, length, 128, dtype=torch.bfloat16)) for h in (4, kv_heads))

@@ -18,6 +18,7 @@ from helpers import (
     documents,
     error,
     in_campaigns,
+    on_gpu_of,
     one_in,
     without_waits,
 )
@@ -375,8 +376,7 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
 def test_block_sizes_suit_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], block_size: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu_of(monkeypatch, capability)
     size = Size(1, 1, 4096, 4096, torch.device("cuda", 0))
     assert sizes.block_size_for(size) == block_size
 

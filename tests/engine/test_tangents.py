@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[str], Call]] = {
 def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Let the interpreter run the kernel on a CPU, and fail if the kernel fails."""
     if INTERPRETED:
-        monkeypatch.setattr(tangents, "runs_triton", lambda device: True)
+        monkeypatch.setattr(tangents, "runs_own_kernels", lambda device: True)
     failures: list[str] = []
     monkeypatch.setattr(tangents, "_failures", failures)
     yield failures

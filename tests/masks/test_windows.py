@@ -13,7 +13,7 @@ from typing import Any, cast
 import flash_double
 import pytest
 import torch
-from helpers import TOLERANCE, NoLists, NoReads, captured, check_lse, error, exact, one_in
+from helpers import TOLERANCE, NoLists, NoReads, captured, check_lse, error, exact, on_gpu_of, one_in
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
@@ -235,7 +235,7 @@ def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two different head sizes are taken as far as flash-attn-4 is tested with them by its authors."""
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_gpu_of(monkeypatch, (9, 0))
 
     def reason(size: int, v_size: int, learns: bool = False, kv_heads: int = 4) -> str | None:
         shapes = (4, size), (kv_heads, size), (kv_heads, v_size)
@@ -295,9 +295,7 @@ def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size:
     """Return a double of a call of causal attention on a GPU with flash-attn-4."""
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for module in (fa4_package, flex_flash):
-        monkeypatch.setattr(module, "capability", lambda device: capability)
+    on_gpu_of(monkeypatch, capability)
     q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
     call = {"needs_grad": False, "cap": None, "score": None, "kernel_options": None, "scale": None, **given}
     call |= {

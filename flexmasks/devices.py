@@ -1,0 +1,106 @@
+"""What devices can. No other file asks torch which GPU there is, so that a test needs to replace `_gpu` alone.
+
+Numbers of NVIDIA's are for NVIDIA's GPUs: torch calls AMD's devices "cuda", too, and numbers their architectures as if
+they were compute capabilities (gfx90a is "9.0").
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from flexmasks import compat
+
+HOPPER = 232_448  # bytes of shared memory that a program may take
+_TRITON_FROM = (8, 0)  # the least compute capability that Triton compiles for
+
+
+class Gpu(NamedTuple):
+    """A GPU, as torch describes it.
+
+    capability: NVIDIA's compute capability, None for GPUs of others.
+    shared_memory: bytes that a program may take.
+    """
+
+    capability: tuple[int, int] | None
+    shared_memory: int
+
+
+@functools.cache
+def _gpu(device: torch.device) -> Gpu | None:
+    """Return the GPU that a device is, or None, as for tensors without data where there is no GPU."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return Gpu(None, 0)
+    if not torch.cuda.is_available():
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Gpu(torch.cuda.get_device_capability(device), int(properties.shared_memory_per_block_optin))
+
+
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def compiles_by_triton(device: torch.device) -> bool:
+    """Return whether torch's flex_attention is a kernel of Triton's on a device."""
+    return device.type in ("cuda", "xpu")
+
+
+@compat.constant_in_graphs
+def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None for AMD's, other devices, and where there is no GPU."""
+    gpu = _gpu(device)
+    return None if gpu is None else gpu.capability
+
+
+@compat.constant_in_graphs
+def nvidia_major(device: torch.device) -> int:
+    """Return the first number of `nvidia_capability`, 0 for None."""
+    return (nvidia_capability(device) or (0, 0))[0]
+
+
+@compat.constant_in_graphs
+def is_amd(device: torch.device) -> bool:
+    gpu = _gpu(device)
+    return gpu is not None and gpu.capability is None
+
+
+@compat.constant_in_graphs
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory for a program of an NVIDIA GPU, without a GPU those of Hopper."""
+    gpu = _gpu(device)
+    return HOPPER if gpu is None else gpu.shared_memory
+
+
+@compat.constant_in_graphs
+def why_no_triton(device: torch.device) -> str:
+    """Return why Triton compiles nothing for a GPU, or "", as where torch finds no GPU to ask."""
+    has = nvidia_capability(device)
+    if has is None or has >= _TRITON_FROM:
+        return ""
+    least, found = (".".join(map(str, version)) for version in (_TRITON_FROM, has))
+    return f"it does not run on compute capability {found}: Triton needs {least}"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether kernels that torch compiles by Triton may run on a device."""
+    return on_gpu(device) and not why_no_triton(device)
+
+
+@compat.constant_in_graphs
+def why_no_own_kernels(device: torch.device) -> str:
+    """Return why the library's own kernels run on no such GPU, or "".
+
+    They hold NVIDIA's instructions (PTX), and tiles and warps that were chosen on NVIDIA's GPUs.
+    """
+    if is_amd(device):
+        return "it does not run on AMD GPUs: its kernels are written for NVIDIA's"
+    return why_no_triton(device)
+
+
+def runs_own_kernels(device: torch.device) -> bool:
+    return on_gpu(device) and not why_no_own_kernels(device)
