@@ -13,7 +13,8 @@ import torch
 
 from flexmasks import compat
 
-HOPPER = 232_448  # bytes of shared memory that a program may take
+# Bytes of shared memory that a program may take: of Hopper GPUs, and more than those of consumer GPUs (8.6, 8.9, 12).
+HOPPER, LITTLE_MEMORY = 232_448, 2**17
 _TRITON_FROM = (8, 0)  # the least compute capability that Triton compiles for
 
 

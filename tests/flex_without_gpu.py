@@ -1,4 +1,4 @@
-"""Kernels of torch's flex_attention for a GPU, compiled where there is none: how much shared memory they take."""
+"""Kernels of torch's flex_attention for a GPU, compiled where there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,18 +22,24 @@ _BLOCK = 128
 _KERNEL = re.compile(r"async_compile\.triton\('(triton_tem\w+)', '''\n(.*?)'''", re.DOTALL)
 
 
-class Memory(NamedTuple):
-    """Bytes of shared memory of the kernels of a forward and a backward pass."""
+class Kernels(NamedTuple):
+    """What Triton made for a forward and a backward pass."""
 
-    forward: int
-    backward: int
+    forward: Any
+    backward: Any
+
+    @property
+    def memory(self) -> list[int]:
+        """Bytes of shared memory."""
+        return [kernel.metadata.shared for kernel in self]
 
 
 @contextlib.contextmanager
-def compiles_for(arch: int, folder: Path) -> Iterator[Callable[..., Memory]]:
+def compiles_for(arch: int, folder: Path, machine_code: bool = False) -> Iterator[Callable[..., Kernels]]:
     """Let torch and Triton compile for a GPU of a compute capability, as 90, and run nothing.
 
-    Gives a function of the arguments of `_graph` that returns the shared memory of both kernels.
+    Gives a function of the arguments of `_graph` that returns both kernels.
+    machine_code: whether to make it, which takes half of the time; shared memory is known before.
     """
     import torch._inductor.scheduler as scheduler
     import torch._subclasses.fake_tensor as fake_tensor
@@ -49,10 +55,10 @@ def compiles_for(arch: int, folder: Path) -> Iterator[Callable[..., Memory]]:
         max_threads_per_multi_processor=2048, warp_size=32,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(folder))  # what is compiled here has no machine code
-        # Shared memory is known before machine code is made, which takes half of the time.
-        patch.setattr(CUDABackend, "make_ptx", lambda self, code, metadata, *args: metadata.update(name="kernel") or "")
-        patch.setattr(CUDABackend, "make_cubin", lambda *args: b"")
+        patch.setenv("TRITON_CACHE_DIR", str(folder))  # what is compiled here may have no machine code
+        if not machine_code:
+            patch.setattr(CUDABackend, "make_ptx", lambda self, code, data, *args: data.update(name="kernel") or "")
+            patch.setattr(CUDABackend, "make_cubin", lambda *args: b"")
         patch.setattr(DeviceProperties, "create", classmethod(lambda cls, device: properties))
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -112,7 +118,7 @@ def _on_gpu(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
 
 
-def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) -> Memory:
+def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) -> Kernels:
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -125,11 +131,10 @@ def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) ->
             lowering.run(*inputs)
             code: Any = lowering.codegen()[0]
     kernels = _KERNEL.findall(code if isinstance(code, str) else code.value)
-    forward, backward = (_shared_memory(target, name, source) for name, source in kernels)
-    return Memory(forward, backward)
+    return Kernels(*(_kernel(target, name, source) for name, source in kernels))
 
 
-def _shared_memory(target: Any, name: str, source: str) -> int:
+def _kernel(target: Any, name: str, source: str) -> Any:
     import linecache
 
     import torch._inductor.runtime.triton_heuristics as heuristics
@@ -149,7 +154,5 @@ def _shared_memory(target: Any, name: str, source: str) -> int:
     kernel, meta, options = module[name]
     constants = {(n,): meta["constants"][p.name] for n, p in enumerate(kernel.params) if p.name in meta["constants"]}
     signature = {p.name: meta["signature"].get(p.name, "constexpr") for p in kernel.params}
-    made = triton.compile(
-        ASTSource(kernel, signature, constants, dict(meta["configs"][0])), target=target, options=options
-    )
-    return cast(int, made.metadata.shared)
+    made = ASTSource(kernel, signature, constants, dict(meta["configs"][0]))
+    return triton.compile(made, target=target, options=options)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import helpers  # noqa: F401  # it finds the benchmarks
+import other_gpus
 import planted
 import pytest
 import stubs
@@ -252,6 +253,11 @@ def faults() -> str:
     return planted.markdown(results("planted")["rows"]) if planted.TABLE.exists() else "Not run yet."
 
 
+def gpus() -> str:
+    """Return the table of kernels compiled for other GPUs, from the file that `tests/other_gpus.py` writes."""
+    return other_gpus.markdown(results("gpus")["rows"]) if other_gpus.TABLE.exists() else "Not compiled yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -288,6 +294,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/tangents.md": {"tangents_gpu": tangents},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/planted.md": {"planted": faults},
+    "recipes/results/gpus.md": {"gpus": gpus},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 

@@ -46,6 +46,8 @@ def refuses(call: Call) -> str | None:
         return "it gives no lse"
     if call.kernel_options:
         return "it takes no kernel_options"
+    if call.device_type not in ("cpu", "cuda", "xpu", "mps"):
+        return f"it does not run on {call.device_type}"
     if call.device_type == "mps" and window.right is not None:
         return "on mps torch's kernel adds -inf to hidden scores, so that NaN in a hidden key would be seen"
     if window.right is not None and call.scale is not None and call.scale <= 0:

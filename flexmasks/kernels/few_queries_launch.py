@@ -10,13 +10,12 @@ import triton
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.devices import shared_memory
+from flexmasks.devices import LITTLE_MEMORY, shared_memory
 from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import Launch, compiled, dot_type, layouts_of, new, strides_of, width_of, with_grain
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
-_LITTLE_MEMORY = 2**17  # with less shared memory, programs take half of the rows
 _LAST = -1  # in place of where queries start: they are the last ones of each sequence
 _FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
 _NO_BAND = (0, 0, 0)
@@ -115,7 +114,7 @@ def _choice(
     width = max(k_width, v_width)
     # More rows than these would take the registers of a processor, for sums or for products without tensor cores.
     most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
-    if itemsize < 4 and memory < _LITTLE_MEMORY:
+    if itemsize < 4 and memory < LITTLE_MEMORY:
         most_rows //= 2
     least_rows = 16 if itemsize < 4 else 1  # tensor cores multiply 16 rows and more
     program_rows = max(least_rows, min(most_rows, triton.next_power_of_2(rows)))

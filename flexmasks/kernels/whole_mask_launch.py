@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.cache import Launches
+from flexmasks.devices import LITTLE_MEMORY, shared_memory
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
@@ -227,6 +228,8 @@ def _compiled(
     (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
     widths = width_of(k_size), width_of(v_size)
     tiles = _TILES[name, max(widths) > _SMALL_HEAD, mask.bias is not None]
+    if name == "bias" and shared_memory(q.device) < LITTLE_MEMORY:
+        tiles = tiles._replace(stages=2)
     spans = mask.query_spans if name == "key" else mask.key_spans
     blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
     programs = batch * (key_heads if name == "key" else heads) * blocks

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import other_gpus
 import pytest
 import torch
-from helpers import SHARED_MEMORY, on_gpu_of
+from helpers import SHARED_MEMORY, is_turn, on_gpu_of
 from torch import Tensor
 
 from flexmasks import compat, devices, get_mask, get_score
@@ -127,6 +129,29 @@ def test_backends_of_nvidia(capability: tuple[int, int], monkeypatch: pytest.Mon
     assert ("flex" in able) == ("short" in able) == (major >= 8)
     assert {"sdpa", "reference"} <= able
     assert block_size_for(Size(1, 1, 300, 300, CUDA)) == ((256, 128) if major in (10, 11) else (128, 128))
+
+
+_JOBS = other_gpus.all_jobs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [job for n, job in enumerate(_JOBS) if is_turn(n, len(_JOBS))], ids=str)
+def test_kernels_fit(job: other_gpus.Job) -> None:
+    """One of those that `tests/other_gpus.py` compiles, another one each day."""
+    pytest.importorskip("triton")
+    for row in other_gpus.rows_of(job, machine_code=False):
+        assert row["shared"] <= row["limit"] == SHARED_MEMORY[job.target], row
+
+
+def test_compiled_kernels_fit() -> None:
+    """The committed table holds kernels of each kind of GPU, and all fit."""
+    rows = json.loads(other_gpus.TABLE.read_text())["rows"]
+    targets = {".".join(map(str, target)) for target in other_gpus.TARGETS}
+    for kernel in ("flex", "decode", "short", "tangents"):
+        assert {row["target"] for row in rows if row["kernel"] == kernel} <= targets
+    for row in rows:
+        limit = SHARED_MEMORY[tuple(map(int, row["target"].split(".")))]  # type: ignore[index]
+        assert row["shared"] <= row["limit"] == limit, row
 
 
 # --- AMD's ---

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flex_without_gpu import Functions, Memory, compiles_for
+from flex_without_gpu import Functions, compiles_for
 from helpers import in_campaigns, on_gpu_of, one_in
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -44,15 +44,15 @@ _BIASES = "none", "dense", "table", "dense and table", "dense, with a dense mask
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> Iterator[Callable[..., Memory]]:
+def compiled(tmp_path: Path) -> Iterator[Callable[..., list[int]]]:
     """Return a function that compiles kernels and returns their shared memory."""
     pytest.importorskip("triton")
     before = torch.get_float32_matmul_precision()
 
-    def compiled(arch: int, precision: str, *call: Any) -> Memory:
+    def compiled(arch: int, precision: str, *call: Any) -> list[int]:
         torch.set_float32_matmul_precision(precision)
         with compiles_for(arch, tmp_path) as compile_call:
-            return compile_call(*call)
+            return compile_call(*call).memory
 
     yield compiled
     torch.set_float32_matmul_precision(before)
@@ -118,7 +118,7 @@ def test_kernels_of_graphs_fit(
     dtype: torch.dtype,
     precision: str,
     biases: str,
-    compiled: Callable[..., Memory],
+    compiled: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Inside a graph of torch.compile no smaller kernel can be tried."""
@@ -133,7 +133,7 @@ def test_kernels_of_graphs_fit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least", "most", "n"), one_in(len(_ENTRIES), _ENTRIES))
-def test_memory_of_tiles(name: str, least: int, most: int, n: int, compiled: Callable[..., Memory]) -> None:
+def test_memory_of_tiles(name: str, least: int, most: int, n: int, compiled: Callable[..., list[int]]) -> None:
     """It is at most what the tables say, and grows with what is read for pairs."""
     arch, sizes, dtype, precision = _TABLES[name]
     passes = [tiles[min(n, len(tiles) - 1)] for tiles in sizes[least, most]]

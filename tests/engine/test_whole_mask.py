@@ -24,6 +24,7 @@ from helpers import (
     error,
     exact,
     label,
+    on_gpu_of,
     one_in,
     qkv,
     try_examples,
@@ -622,9 +623,10 @@ def test_tiles_fit_a_hopper_gpu(size: int, added: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_tiles_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", one_in(2, [64, 128]))
+def test_tiles_fit_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 100 KB of shared memory, on compute capability 8.6, 8.9 and 12.x."""
-    _compiled(128, "bias", 86, monkeypatch)
+    _compiled(size, "bias", 86, monkeypatch)
 
 
 def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -637,6 +639,7 @@ def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch)
         found.append(made)
         return lambda *_: None
 
+    on_gpu_of(monkeypatch, (arch // 10, arch % 10))
     monkeypatch.setattr(launch, "compiled", compiled)
     monkeypatch.setattr(launch, "_kernels", launch.Launches("of a test"))
     q, k, v, d_out = torch.empty(4, 1, 2, 256, size, dtype=BF16)
@@ -647,6 +650,6 @@ def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch)
     mask = WholeMask(visible, *spans_of(visible, 256), weight, bias, line, 0.1)
     kernels = launch.kernels_of(q, k, v, mask)
     out, lse = kernels.forward(q, k, v, mask)
-    kernels.backward(d_out, None, q, k, v, out, lse, mask)
-    assert len(found) == 3
+    kernels.backward(d_out, None, q, k, v, out, lse, mask, learns=bias is not None)
+    assert len(found) == 3 + (bias is not None)
     return found
