@@ -1,8 +1,8 @@
 """What code around this library builds on, beyond the public names of `flexmasks`.
 
 It is for frameworks that call `flexmasks.attention`, for layouts that take a call apart and put its results together,
-for pictures and counts of masks, and for kernels of your own. `flexmasks.integrations`, `flexmasks.trees`,
-`flexmasks.pictures` and `flexmasks.asking` import from here and from `flexmasks` only.
+for pictures and counts of masks, and for kernels of your own. `flexmasks.integrations`, `trees`, `weighing`,
+`pictures`, `asking` and `bench` import from here and from `flexmasks` only.
 
 - Public calls: `says_what_to_write`, `in_message`, `as_number`, `device_named` and `progress` make errors and progress
   look like the library's. `from_arguments`, `definition` and `define` read masks and scores as users write them

@@ -25,14 +25,14 @@ _PASSES = "forward", "both"
 
 
 class Case(NamedTuple):
-    """`count` entries of `granularity` tokens for each query, which all heads share.
+    """`chosen` entries of `granularity` tokens for each query, which all heads share.
 
     choice: where they lie among the earlier tokens: anywhere, among the latest quarter, or in runs.
     """
 
     choice: str
     granularity: int
-    count: int
+    chosen: int
     heads: int
     kv_heads: int
     length: int
@@ -44,21 +44,21 @@ class Case(NamedTuple):
 
     @property
     def description(self) -> str:
-        return f"{self.choice}, {self.count:,} x {self.granularity}, {self.shape}"
+        return f"{self.choice}, {self.chosen:,} x {self.granularity}, {self.shape}"
 
     def indices(self, device: torch.device) -> Tensor:
-        """Entries of each query, int32 [queries, 1, count]; -1 for none."""
+        """Entries of each query, int32 [queries, 1, chosen]; -1 for none."""
         torch.manual_seed(0)
         q = torch.arange(self.length, device=device)[:, None]
         draw = functools.partial(torch.randint, 1 << 30, dtype=torch.int32, device=device)
         last = (q // self.granularity).int()  # the entry of the query itself
         if self.choice == "anywhere":
-            return (draw((self.length, self.count)) % (last + 1))[:, None]
+            return (draw((self.length, self.chosen)) % (last + 1))[:, None]
         if self.choice == "latest quarter":
             reach = self.length // 4 // self.granularity
-            return (last - draw((self.length, self.count)) % reach).clamp(min=-1)[:, None]
+            return (last - draw((self.length, self.chosen)) % reach).clamp(min=-1)[:, None]
         run = max(_RUN, self.granularity)  # 64 queries in a row choose the same runs, the one of the queries first
-        runs, own = self.count * self.granularity // run, q[::_RUN] // run
+        runs, own = self.chosen * self.granularity // run, q[::_RUN] // run
         starts = draw((len(own), runs)) % (own.int() + 1)
         starts[:, :1] = own
         entries = starts[:, :, None] * (run // self.granularity) + torch.arange(run // self.granularity, device=device)
@@ -169,7 +169,7 @@ def _rows(case: Case, device: torch.device, runs: int) -> list[Row]:
             return attend(q.detach(), k.detach(), v.detach())
 
     about = {
-        "case": case.choice, "entries": f"{case.count:,} x {case.granularity}", "shape": case.shape,
+        "case": case.choice, "entries": f"{case.chosen:,} x {case.granularity}", "shape": case.shape,
         "dtype": str(dtype)[6:],
         "blocks": round((100 - visited.sparsity()) / (100 - all_causal.sparsity()), 4),
     }  # fmt: skip

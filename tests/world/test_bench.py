@@ -329,7 +329,7 @@ def test_figures_of_chosen_keys(tmp_path: Path, capsys: pytest.CaptureFixture[st
     page = bench_topk.markdown({"rows": rows, "machine": bench_results.machine(torch.device("cpu"))})
     assert page.count("| runs") == 4
     for case in bench_topk._CASES:
-        indices = case._replace(length=4096, count=64).indices(torch.device("cpu"))
+        indices = case._replace(length=4096, chosen=64).indices(torch.device("cpu"))
         assert indices.shape == (4096, 1, 64)
         assert int(indices.max()) < 4096 // case.granularity
 
