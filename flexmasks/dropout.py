@@ -193,4 +193,4 @@ def _kept(
     return torch.where(is_kept(b, h, q, kv, q_words, kv_words, dropped), score, -math.inf)
 
 
-_KEPT = add_operator(define("score", _kept, "dropout", registered=True, prepare=_prepare))
+_KEPT = add_operator(define("score", _kept, "dropout", registered=True, prepare=_prepare, drawn=True))

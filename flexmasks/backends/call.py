@@ -477,8 +477,8 @@ class Kind:
         self._q_len = 0
         if where_last is not None:
             self._q_len, places[id(where_last)] = plans.mask.size.q_len, len(tensors)
-        # Words of dropout are new in each call. The mask is not, and caches have what was made of it.
-        self._finds_mask = plans.score is not None and any(m.name == "dropout" for m in plans.score.value._inside())
+        # Where a score's tensors are new in each call, the mask is not, and caches have what was made of it.
+        self._finds_mask = plans.score is not None and plans.score.value._is_drawn()
         self._plans = [(plan.template(), [_place_of(t, places) for t in plan.inputs]) for plan in plans[:2] if plan]
 
     def plans(self, tensors: Sequence[Tensor]) -> Plans:

@@ -59,6 +59,7 @@ class Definition:
     factors: Callable[..., Any] | None = None  # of a score, see `register_score`
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
+    drawn: bool = False  # its tensors are new in each call
     template: str = ""  # how an operator is printed, such as " & "
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
     by_library: bool = field(init=False)

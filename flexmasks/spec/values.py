@@ -150,6 +150,10 @@ class Modifier(Readable):
         """Whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
         return all(m._definition.relative for m in self._inside())
 
+    def _is_drawn(self) -> bool:
+        """Whether some of its tensors are new in each call."""
+        return any(m._definition.drawn for m in self._inside())
+
     def _has_other_function(self) -> bool:
         """Whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
         return any(m._definition.compiled is not None for m in self._inside())
