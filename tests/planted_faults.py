@@ -381,7 +381,16 @@ FAULTS: list[Fault] = [
     ),
     Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
     # --- dropout ---
-    Fault("dropout.py", "((of_q >> 15) * (of_kv & _HALF))", "(of_q >> 15) ^ of_kv"),
+    *(
+        Fault("backends/flex_dropout.py", right, wrong, ("tests/calls/test_dropout.py",))
+        for right, wrong in (
+            ("((of_q >> 15) * (of_kv & _HALF))", "(of_q >> 15) ^ of_kv"),
+            ("lse.masked_fill(lse == -math.inf, math.inf)", "lse"),
+            ("d = d + products", "d = d - products"),
+            ("gradient, None, functions.share)", "gradient, None, 1.0)"),
+        )
+    ),
+    Fault("road.py", "dropout._replace(seed=0))).call", "dropout)).call", ("tests/calls/test_dropout.py",)),
     Fault("dropout.py", "**by) | 1", "**by) & ~1"),
     Fault("dropout.py", "2 * table + n + 1", "n + 1"),
     Fault("dropout.py", "2 * table + n + 1", "2 * table + 1"),

@@ -400,10 +400,13 @@ _CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", _CALLS)
 def test_calls_with_one_backward_pass(name: str, by_flex: None) -> None:
-    call = {**_CALLS[name], "dropout_p": P, "dropout_seed": SEED}
     q, k, v = inputs()
-    results = [flexmasks.attention(q, k, v, **call, return_lse=True)[0]]  # by two calls
-    results += [flexmasks.attention(q, k, v, **call) for _ in range(2)]
+
+    def run(**more: Any) -> Any:
+        torch.manual_seed(SEED)
+        return flexmasks.attention(q, k, v, dropout_p=P, **_CALLS[name], **more)
+
+    results = [run(return_lse=True)[0], run(), run()]  # the first one by two calls
     factor = torch.randn_like(results[0])
     for one in results[1:]:
         assert one.grad_fn.name().startswith("CompiledFunction"), one.grad_fn.name()
