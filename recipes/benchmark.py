@@ -30,6 +30,7 @@ WHAT = {
     "tangents": "forward mode (torch.func.jvp) against forward passes, and second order",
     "sdpa": "masks as tensors, by flexmasks.sdpa and by torch's SDPA",
     "topk": "keys that an indexer chose for each query, against dense additive masks",
+    "wild": "masks of other projects, planned and computed, against torch",
     "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
 # Options of some benchmarks; the others measure steps that `--only` chooses.

@@ -47,6 +47,7 @@ from benchmarks import softmax as bench_softmax
 from benchmarks import tangents as bench_tangents
 from benchmarks import topk as bench_topk
 from benchmarks import trees as bench_trees
+from benchmarks import wild as bench_wild
 from flexmasks.__main__ import main
 from flexmasks.backends import measured_times, times
 from flexmasks.backends.call import Plans
@@ -220,6 +221,13 @@ def topk() -> str:
     return bench_topk.markdown(results("topk_gpu")) if (RESULTS / "topk_gpu.json").exists() else "Not measured yet."
 
 
+def wild() -> str:
+    """Return the tables of masks of other projects, of the runs that there are."""
+    return bench_wild.markdown(
+        [results(name) for name in ("wild_cpu", "wild_gpu") if (RESULTS / f"{name}.json").exists()]
+    )
+
+
 def trees(name: str) -> str:
     """Return the table of training on trees from a results file."""
     return bench_trees.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -290,6 +298,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/dropout.md": {"dropout_gpu": dropout},
     "recipes/results/sdpa.md": {"sdpa_gpu": sdpa},
     "recipes/results/topk.md": {"topk_gpu": topk},
+    "recipes/results/wild.md": {"wild": wild},
     "recipes/results/invariant.md": {"invariant_gpu": invariant},
     "recipes/results/tangents.md": {"tangents_gpu": tangents},
     "recipes/results/versions.md": {"versions": versions},

@@ -110,7 +110,7 @@ def _wild(
 # Drafts
 
 
-@_wild("DFlash", "SpecForge", "specforge/core/dflash.py: create_dflash_block_mask", "02ab617")
+@_wild("DFlash", "sgl-project/SpecForge", "specforge/core/dflash.py: create_dflash_block_mask", "02ab617")
 def _dflash(length: int, random: Generator) -> Pair:
     """Blocks that are drafted at once: each sees itself and the context before its anchor."""
     block, count = 16, length // 16
@@ -129,7 +129,12 @@ def _dflash(length: int, random: Generator) -> Pair:
     return Pair(mask, named, count * block, length + count * block)
 
 
-@_wild("P-EAGLE", "speculators", "src/speculators/models/peagle/attention.py: create_peagle_mask_mod", "06129c6")
+@_wild(
+    "P-EAGLE",
+    "vllm-project/speculators",
+    "src/speculators/models/peagle/attention.py: create_peagle_mask_mod",
+    "06129c6",
+)
 def _peagle(length: int, random: Generator) -> Pair:
     """Drafts of several tokens from sampled positions; each sees its chain and the text before it."""
     base = length // 2
@@ -160,7 +165,12 @@ def _peagle(length: int, random: Generator) -> Pair:
     return Pair(mask, named, count, count)
 
 
-@_wild("JetSpec, training", "attention-gym", "attn_gym/masks/jetspec.py: generate_jetspec_training_mask_mod", "1d7f0ac")
+@_wild(
+    "JetSpec, training",
+    "meta-pytorch/attention-gym",
+    "attn_gym/masks/jetspec.py: generate_jetspec_training_mask_mod",
+    "1d7f0ac",
+)
 def _jetspec_training(length: int, random: Generator) -> Pair:
     """Sampled blocks behind a prefix: each token sees the prefix and its block up to itself."""
     block, count, prefix = 16, length // 32, length // 2
@@ -190,7 +200,12 @@ def _ancestors(parents: list[int]) -> Tensor:
     return above
 
 
-@_wild("JetSpec, tree", "attention-gym", "attn_gym/masks/jetspec.py: generate_jetspec_tree_causal_mask_mod", "1d7f0ac")
+@_wild(
+    "JetSpec, tree",
+    "meta-pytorch/attention-gym",
+    "attn_gym/masks/jetspec.py: generate_jetspec_tree_causal_mask_mod",
+    "1d7f0ac",
+)
 def _jetspec_tree(length: int, random: Generator) -> Pair:
     """Nodes of a draft tree behind a prefix: each sees the prefix and its ancestors."""
     nodes, prefix = length // 4, length - length // 4
@@ -206,7 +221,7 @@ def _jetspec_tree(length: int, random: Generator) -> Pair:
     return Pair(mask, named, nodes, length, q_offset=prefix)
 
 
-@_wild("Medusa", "Medusa", "medusa/model/utils.py: generate_medusa_buffers", "2b89814")
+@_wild("Medusa", "FasterDecoding/Medusa", "medusa/model/utils.py: generate_medusa_buffers", "2b89814")
 def _medusa(length: int, random: Generator) -> Pair:
     """64 candidates behind a KV cache; the matrix of candidates is added to a causal mask."""
     nodes, context = 64, length - 64
@@ -220,7 +235,7 @@ def _medusa(length: int, random: Generator) -> Pair:
     return Pair(mask, named, nodes, length, q_offset=context)
 
 
-@_wild("Trees of rollouts", "verl", "verl/utils/prefix_tree/forward.py", "pull request 6689")
+@_wild("Trees of rollouts", "verl-project/verl", "verl/utils/prefix_tree/forward.py", "pull request 6689")
 def _rollouts(length: int, random: Generator) -> Pair:
     """Answers that share beginnings, level by level: a token sees the texts above its own, and its own causally."""
     texts = [(-1, length // 4), *((0, length // 16) for _ in range(4))]  # the text above, tokens
@@ -261,7 +276,11 @@ _SELF_FORCING = "wan/modules/causal_model.py"
 
 
 @_wild(
-    "Self-Forcing, causal", "Self-Forcing", f"{_SELF_FORCING}: _prepare_blockwise_causal_attn_mask", "a48b50f", 32760
+    "Self-Forcing, causal",
+    "guandeh17/Self-Forcing",
+    f"{_SELF_FORCING}: _prepare_blockwise_causal_attn_mask",
+    "a48b50f",
+    32760,
 )
 def _self_forcing_causal(length: int, random: Generator) -> Pair:
     """21 frames, causal between groups of three; padding sees itself only."""
@@ -280,7 +299,13 @@ def _self_forcing_causal(length: int, random: Generator) -> Pair:
     return Pair(mask, named, len(ends), len(ends))
 
 
-@_wild("Self-Forcing, teacher", "Self-Forcing", f"{_SELF_FORCING}: _prepare_teacher_forcing_mask", "a48b50f", 16380)
+@_wild(
+    "Self-Forcing, teacher",
+    "guandeh17/Self-Forcing",
+    f"{_SELF_FORCING}: _prepare_teacher_forcing_mask",
+    "a48b50f",
+    16380,
+)
 def _self_forcing_teacher(length: int, random: Generator) -> Pair:
     """Clean frames, then the same frames noised: these see themselves and the clean frames before them."""
     frame = length // 2 // 21
@@ -307,7 +332,7 @@ def _self_forcing_teacher(length: int, random: Generator) -> Pair:
 
 @_wild(
     "Self-Forcing, image to video",
-    "Self-Forcing",
+    "guandeh17/Self-Forcing",
     f"{_SELF_FORCING}: _prepare_blockwise_causal_attn_mask_i2v",
     "a48b50f",
     32760,
@@ -355,7 +380,13 @@ def radial_blocks(frames: int, frame: int, block: int) -> Tensor:
     return shown
 
 
-@_wild("Radial attention", "radial-attention", "radial_attn/attn_mask.py: gen_log_mask_shrinked", "09c88be", 16000)
+@_wild(
+    "Radial attention",
+    "mit-han-lab/radial-attention",
+    "radial_attn/attn_mask.py: gen_log_mask_shrinked",
+    "09c88be",
+    16000,
+)
 def _radial(length: int, random: Generator) -> Pair:
     """Blocks of a video: the further apart two frames, the narrower the diagonal, and the fewer frames."""
     frames, block = 16, 128 if length > 4096 else 16
@@ -370,7 +401,9 @@ def _radial(length: int, random: Generator) -> Pair:
     return Pair(mask, named, count, count)
 
 
-@_wild("NABLA", "diffusers", "models/transformers/transformer_kandinsky.py: nablaT_v2", "0.42.1")
+@_wild(
+    "NABLA", "huggingface/diffusers", "src/diffusers/models/transformers/transformer_kandinsky.py: nablaT_v2", "0.42.1"
+)
 def _nabla(length: int, random: Generator) -> Pair:
     """Blocks of 64 tokens with 90% of the weights of averaged queries and keys, and a window of blocks."""
     heads, blocks, side = 4, length // 64, 4 if length > 4096 else 1
@@ -392,7 +425,7 @@ def _nabla(length: int, random: Generator) -> Pair:
 # Text with images
 
 
-@_wild("BAGEL", "BAGEL", "data/data_utils.py: create_sparse_mask", "2025", 16384)
+@_wild("BAGEL", "ByteDance-Seed/Bagel", "data/data_utils.py: create_sparse_mask", "2025", 16384)
 def _bagel(length: int, random: Generator) -> Pair:
     """Text is causal, images see all of themselves, and images that are denoised are seen by nobody else."""
     modes, unit = ("causal", "full", "noise", "causal", "noise", "full", "causal"), length // 64
@@ -427,7 +460,7 @@ def _bagel(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("openpi", "openpi", "src/openpi/models/pi0.py: make_attn_mask", "7bf7eb9")
+@_wild("openpi", "Physical-Intelligence/openpi", "src/openpi/models/pi0.py: make_attn_mask", "7bf7eb9")
 def _openpi(length: int, random: Generator) -> Pair:
     """Images and text see each other, the state sees them, actions see all; a missing camera and padding are hidden."""
     image, text = length // 4, length // 8
@@ -451,10 +484,10 @@ def _images_in_text(length: int, image: int) -> Tensor:
     return (torch.arange(length) // image % 2)[None]
 
 
-_GEMMA = "models/gemma3/modeling_gemma3.py: create_causal_mask_mapping"
+_GEMMA = "src/transformers/models/gemma3/modeling_gemma3.py: create_causal_mask_mapping"
 
 
-@_wild("Gemma 3, global layers", "transformers", _GEMMA, "5.24.0", 16384)
+@_wild("Gemma 3, global layers", "huggingface/transformers", _GEMMA, "5.24.0", 16384)
 def _gemma(length: int, random: Generator) -> Pair:
     """Causal text, with images that see all of themselves."""
     is_image = _images_in_text(length, 256 if length > 4096 else 32) == 1
@@ -468,7 +501,7 @@ def _gemma(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("Gemma 3, window layers", "transformers", _GEMMA, "5.24.0", 16384)
+@_wild("Gemma 3, window layers", "huggingface/transformers", _GEMMA, "5.24.0", 16384)
 def _gemma_window(length: int, random: Generator) -> Pair:
     """The same, and no key further back than the window; images see their own later tokens at any distance."""
     is_image = _images_in_text(length, 256 if length > 4096 else 32) == 1
@@ -483,7 +516,12 @@ def _gemma_window(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("PaliGemma", "transformers", "models/paligemma/modeling_paligemma.py: PaliGemmaModel.forward", "5.24.0")
+@_wild(
+    "PaliGemma",
+    "huggingface/transformers",
+    "src/transformers/models/paligemma/modeling_paligemma.py: PaliGemmaModel.forward",
+    "5.24.0",
+)
 def _paligemma(length: int, random: Generator) -> Pair:
     """An image and a prompt that see each other, and an answer behind them."""
     prefix = length // 4 + 37
@@ -497,7 +535,12 @@ def _paligemma(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("Mllama", "transformers", "models/mllama/modeling_mllama.py: _prepare_cross_attention_mask", "5.24.0")
+@_wild(
+    "Mllama",
+    "huggingface/transformers",
+    "src/transformers/models/mllama/modeling_mllama.py: _prepare_cross_attention_mask",
+    "5.24.0",
+)
 def _mllama(length: int, random: Generator) -> Pair:
     """Text sees the tiles of the last image before it; two neighboring images count as one."""
     tokens, tiles = 1601 if length > 4096 else 17, 4  # of a tile, of an image at most
@@ -519,7 +562,13 @@ def _mllama(length: int, random: Generator) -> Pair:
 # Images
 
 
-@_wild("Qwen2.5-VL, windows", "transformers", "vision_utils.py: get_vision_window_index", "5.24.0", 16384)
+@_wild(
+    "Qwen2.5-VL, windows",
+    "huggingface/transformers",
+    "src/transformers/vision_utils.py: get_vision_window_index",
+    "5.24.0",
+    16384,
+)
 def _qwen_windows(length: int, random: Generator) -> Pair:
     """Patches that are sorted by windows, of 8 x 8 patches inside and fewer at the edges."""
     side, window, merged = (math.isqrt(length) - 2) // 2, 4, 4  # in groups of 2 x 2 patches
@@ -540,7 +589,11 @@ def _side(length: int) -> int:
 
 
 @_wild(
-    "Swin, shifted windows", "Swin-Transformer", "models/swin_transformer.py: SwinTransformerBlock", "9cd3dbd", 16384
+    "Swin, shifted windows",
+    "microsoft/Swin-Transformer",
+    "models/swin_transformer.py: SwinTransformerBlock",
+    "9cd3dbd",
+    16384,
 )
 def _swin(length: int, random: Generator) -> Pair:
     """Windows of 8 x 8 pixels after a roll by 4; pixels that the roll brought together do not see each other."""
@@ -563,7 +616,7 @@ def _swin(length: int, random: Generator) -> Pair:
     return Pair(mask, named, side**2, side**2)
 
 
-@_wild("MaxViT, blocks", "maxvit", "maxvit/models/maxvit.py: window_partition", "70a4707", 16384)
+@_wild("MaxViT, blocks", "google-research/maxvit", "maxvit/models/maxvit.py: window_partition", "70a4707", 16384)
 def _maxvit_blocks(length: int, random: Generator) -> Pair:
     """Windows of 8 x 8 pixels."""
     side, window = _side(length), 8
@@ -578,7 +631,7 @@ def _maxvit_blocks(length: int, random: Generator) -> Pair:
     return Pair(mask, named, side**2, side**2)
 
 
-@_wild("MaxViT, grid", "maxvit", "maxvit/models/maxvit.py: grid_partition", "70a4707", 16384)
+@_wild("MaxViT, grid", "google-research/maxvit", "maxvit/models/maxvit.py: grid_partition", "70a4707", 16384)
 def _maxvit_grid(length: int, random: Generator) -> Pair:
     """8 x 8 pixels that are spread over the image."""
     side = _side(length)
@@ -593,7 +646,9 @@ def _maxvit_grid(length: int, random: Generator) -> Pair:
     return Pair(mask, named, side**2, side**2)
 
 
-@_wild("Axial, rows", "axial-attention", "axial_attention/axial_attention.py: AxialAttention", "74d0a44", 16384)
+@_wild(
+    "Axial, rows", "lucidrains/axial-attention", "axial_attention/axial_attention.py: AxialAttention", "74d0a44", 16384
+)
 def _axial_rows(length: int, random: Generator) -> Pair:
     """Each pixel sees its row."""
     side = _side(length)
@@ -605,7 +660,13 @@ def _axial_rows(length: int, random: Generator) -> Pair:
     return Pair(mask, named, side**2, side**2, limits={"side": (1, None), "chunk": ("side", "side")})
 
 
-@_wild("Axial, columns", "axial-attention", "axial_attention/axial_attention.py: AxialAttention", "74d0a44", 16384)
+@_wild(
+    "Axial, columns",
+    "lucidrains/axial-attention",
+    "axial_attention/axial_attention.py: AxialAttention",
+    "74d0a44",
+    16384,
+)
 def _axial_columns(length: int, random: Generator) -> Pair:
     """Each pixel sees its column."""
     side = _side(length)
@@ -617,7 +678,7 @@ def _axial_columns(length: int, random: Generator) -> Pair:
     return Pair(mask, named, side**2, side**2)
 
 
-@_wild("VAR", "VAR", "models/var.py: attn_bias_for_masking", "a5cf0a1", 10521)
+@_wild("VAR", "FoundationVision/VAR", "models/var.py: attn_bias_for_masking", "a5cf0a1", 10521)
 def _var(length: int, random: Generator) -> Pair:
     """Images of growing size: each sees itself and the smaller ones. The sizes are those of Infinity."""
     sizes = [max(1, round(s * (length / 10521) ** 0.5)) for s in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)]
@@ -633,7 +694,7 @@ def _var(length: int, random: Generator) -> Pair:
 # Long text
 
 
-@_wild("LongNet", "torchscale", "torchscale/component/dilated_attention.py: DilatedAttention", "11e745e")
+@_wild("LongNet", "microsoft/torchscale", "torchscale/component/dilated_attention.py: DilatedAttention", "11e745e")
 def _longnet(length: int, random: Generator) -> Pair:
     """A branch of dilated attention: in each segment every fourth token sees every fourth one, by turns of heads."""
     heads, ratio, segment = 4, 4, length // 4
@@ -649,7 +710,7 @@ def _longnet(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length, heads)
 
 
-@_wild("MoBA", "MoBA", "moba/moba_naive.py: moba_attn_varlen_naive", "2025")
+@_wild("MoBA", "MoonshotAI/MoBA", "moba/moba_naive.py: moba_attn_varlen_naive", "2025")
 def _moba(length: int, random: Generator) -> Pair:
     """Each query sees its own chunk causally, and the chunks before it whose mean key fits best."""
     heads, chunk, k = 4, length // 32, 4
@@ -669,13 +730,19 @@ def _moba(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length, heads)
 
 
-@_wild("NSA, selected", "native-sparse-attention", "native_sparse_attention/ops/naive.py: naive_nsa", "2025")
+@_wild(
+    "NSA, selected",
+    "fla-org/native-sparse-attention",
+    "native_sparse_attention/ops/parallel.py: parallel_nsa",
+    "8cddc2e",
+)
 def _nsa_selected(length: int, random: Generator) -> Pair:
     """Each query sees 16 blocks of 64 keys, or as many as there are, up to itself; heads of a group share them."""
     block = 64 if length > 4096 else 8
     last = torch.arange(length)[:, None, None] // block
     scores = torch.rand(length, 1, length // block, generator=random)
-    scores = torch.where(torch.arange(length // block) > last, -1.0, scores)
+    scores = torch.where(torch.arange(length // block) > last, -1.0, scores)  # the query's own block is always chosen
+    scores = torch.where(torch.arange(length // block) == last, 2.0, scores)
     best = scores.topk(min(16, length // block))
     block_indices = torch.where(best.values < 0, -1, best.indices)  # [queries, 1, 16]
     chosen = torch.zeros(length, length // block + 1, dtype=torch.bool).scatter_(1, block_indices[:, 0] + 1, True)
@@ -687,7 +754,13 @@ def _nsa_selected(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("NSA, compressed", "native-sparse-attention", "native_sparse_attention/ops/parallel.py", "8cddc2e", 32768)
+@_wild(
+    "NSA, compressed",
+    "fla-org/native-sparse-attention",
+    "native_sparse_attention/ops/parallel.py: parallel_nsa_compression",
+    "8cddc2e",
+    32768,
+)
 def _nsa_compressed(length: int, random: Generator) -> Pair:
     """Each query sees one key for each whole block up to itself."""
     block = 64 if length > 4096 else 8
@@ -700,7 +773,7 @@ def _nsa_compressed(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length // block)
 
 
-@_wild("Gist tokens", "gisting", "src/data/gist.py: make_gist_mask", "af62a64")
+@_wild("Gist tokens", "jayelm/gisting", "src/data/gist.py: make_gist_mask", "af62a64")
 def _gist(length: int, random: Generator) -> Pair:
     """An encoder: tokens behind the gist tokens see these and each other, tokens before see all but those behind."""
     first, count = length // 2 - 3, 10
@@ -717,7 +790,7 @@ def _gist(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("Gist tokens, decoder", "gisting", "src/gist_llama.py: GistLlamaModel.forward", "af62a64")
+@_wild("Gist tokens, decoder", "jayelm/gisting", "src/gist_llama.py: GistLlamaModel.forward", "af62a64")
 def _gist_decoder(length: int, random: Generator) -> Pair:
     """The same mask and a causal one."""
     first, count = length // 2 - 3, 10
@@ -733,7 +806,7 @@ def _gist_decoder(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length)
 
 
-@_wild("Transformer-XL", "transformer-xl", "pytorch/mem_transformer.py: MemTransformerLM._forward", "81b1b19")
+@_wild("Transformer-XL", "kimiyoung/transformer-xl", "pytorch/mem_transformer.py: MemTransformerLM._forward", "81b1b19")
 def _transformer_xl(length: int, random: Generator) -> Pair:
     """A segment sees itself causally, and the memory of the segment before it."""
     queries, memory = length // 2, length // 2
@@ -745,7 +818,7 @@ def _transformer_xl(length: int, random: Generator) -> Pair:
     return Pair(mask, named, queries, length, q_offset=memory, limits={"memory": (0, None)})
 
 
-@_wild("Transformer-XL, same length", "transformer-xl", "pytorch/mem_transformer.py: same_length", "81b1b19")
+@_wild("Transformer-XL, same length", "kimiyoung/transformer-xl", "pytorch/mem_transformer.py: same_length", "81b1b19")
 def _transformer_xl_window(length: int, random: Generator) -> Pair:
     """The same, where each query sees as many keys as the memory has."""
     queries, memory = length // 2, length // 2
@@ -759,7 +832,12 @@ def _transformer_xl_window(length: int, random: Generator) -> Pair:
     return Pair(mask, named, queries, length, q_offset=memory)
 
 
-@_wild("XLNet", "transformers", "data/data_collator.py: DataCollatorForPermutationLanguageModeling", "5.24.0")
+@_wild(
+    "XLNet",
+    "huggingface/transformers",
+    "src/transformers/data/data_collator.py: DataCollatorForPermutationLanguageModeling",
+    "5.24.0",
+)
 def _xlnet(length: int, random: Generator) -> Pair:
     """The content stream: each token sees the tokens that are not predicted, and those before it in a random order."""
     order = torch.cat([torch.randperm(length // 2, generator=random) + i * (length // 2) for i in range(2)])
@@ -781,7 +859,7 @@ def _xlnet(length: int, random: Generator) -> Pair:
 # Diffusion of text
 
 
-@_wild("Block diffusion", "BD3-LM", "models/dit.py: block_diff_mask", "2025", 16384)
+@_wild("Block diffusion", "kuleshov-group/bd3lms", "models/dit.py: block_diff_mask", "2025", 16384)
 def _block_diffusion(length: int, random: Generator) -> Pair:
     """Noised tokens beside the same tokens clean, in blocks; LLaDA 2, SDAR and Fast-dLLM train with the same mask."""
     n, block = length // 2, 32
@@ -800,7 +878,7 @@ def _block_diffusion(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length, limits=limits)
 
 
-@_wild("Block diffusion, sampling", "Fast-dLLM", "v2: eval_block_diff_mask", "2025", 16384)
+@_wild("Block diffusion, sampling", "NVlabs/Fast-dLLM", "v2, modeling.py: eval_block_diff_mask", "2025", 16384)
 def _block_diffusion_sampling(length: int, random: Generator) -> Pair:
     """Each block sees itself and the blocks before it."""
     block = 32
@@ -815,7 +893,7 @@ def _block_diffusion_sampling(length: int, random: Generator) -> Pair:
 # Speech
 
 
-@_wild("WeNet, chunks", "wenet", "wenet/utils/mask.py: subsequent_chunk_mask", "decd0cf")
+@_wild("WeNet, chunks", "wenet-e2e/wenet", "wenet/utils/mask.py: subsequent_chunk_mask", "decd0cf")
 def _wenet(length: int, random: Generator) -> Pair:
     """Frames see their chunk of 16 frames and four chunks before it."""
     chunk, left = 16, 4
@@ -829,7 +907,9 @@ def _wenet(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length, limits=limits)
 
 
-@_wild("NeMo, chunks", "NeMo", "nemo/collections/asr/modules/conformer_encoder.py: _create_masks", "89a42ec")
+@_wild(
+    "NeMo, chunks", "NVIDIA-NeMo/NeMo", "nemo/collections/asr/modules/conformer_encoder.py: _create_masks", "89a42ec"
+)
 def _nemo(length: int, random: Generator) -> Pair:
     """att_context_size=[70, 13] in the style "chunked_limited", and padding."""
     chunk, left, real = 14, 70 // 14, length - length // 10

@@ -29,6 +29,7 @@ from urllib.parse import unquote
 
 import flexmasks
 import gallery
+import in_the_wild
 import notebook_pages
 import plots
 from flexmasks.__main__ import import_modules, import_parser
@@ -57,6 +58,7 @@ LINKS = {
     "flexmasks/masks/README.md": "gallery/index.md",
     "flexmasks/scores/README.md": "gallery/index.md",
     "notebooks": "notebooks/01_first_steps.md",
+    "recipes/benchmarks/wild_masks.py": "gallery/wild.md",
 }
 # Modules of the reference. Their public names are those of `__all__`.
 MODULES = (
@@ -127,6 +129,7 @@ def pages() -> Iterator[tuple[str, str]]:
     wide = "---\nhide: [navigation, toc]\n---\n\n"
     yield "index.md", wide + linked(first, "README.md", "index.md", places) + linked(rest, home, "index.md", places)
     yield from gallery.pages()
+    yield "gallery/wild.md", in_the_wild.page()
     for module in MODULES:
         yield f"reference/{module}.md", _reference(module)
     yield "style.css", _style()

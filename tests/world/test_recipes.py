@@ -180,8 +180,8 @@ def measurements() -> str:
         "[training on trees](trees.md), [rollouts](rollouts.md), "
         "[models of diffusers](diffusers.md), [sinks, head sizes, small and first calls, soft-caps, "
         "neighborhoods](limits.md), [the masked softmax](softmax.md), [the same bits](invariant.md), [forward "
-        "mode](tangents.md), [interval masks of cuDNN](cudnn.md), [other GPUs](gpus.md). The tests ran with [these "
-        "versions](versions.md), "
+        "mode](tangents.md), [interval masks of cuDNN](cudnn.md), [other GPUs](gpus.md), [masks of "
+        "other projects](wild.md). The tests ran with [these versions](versions.md), "
         "and found [these planted "
         "faults](planted.md).",
     ]

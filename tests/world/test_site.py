@@ -27,6 +27,7 @@ import test_recipes
 import build
 import flexmasks
 import gallery
+import in_the_wild
 import plots
 from flexmasks.spec.definitions import definition, is_by_library
 
@@ -62,6 +63,9 @@ def test_it_is_built(site: Path) -> None:
                 text = (site / f"gallery/{kind}/{entry.name}.html").read_text()
                 assert text.count("</figure>") == (1 if entry.name in ("softcap", "temperature") else 3)
                 assert html.escape(entry.signature, quote=False) in text.replace("&quot;", '"')
+    wild = (site / "gallery/wild.html").read_text()
+    assert wild.count("</figure>") == len(in_the_wild.WILD)
+    assert all(name in wild for name in in_the_wild.WILD)
     found = {item["location"] for item in json.loads((site / "search.json").read_text())["items"]}
     assert {"gallery/masks/natten.html", "guides/slow.html", "notebooks/01_first_steps.html"} <= found
     for module in build.MODULES:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import one_in  # it finds the benchmarks
+from helpers import RECIPES, one_in  # it finds the benchmarks
 from torch.nn.attention.flex_attention import create_mask
 
 from benchmarks.wild_masks import WILD, Pair
@@ -352,7 +353,7 @@ def _moba(length: int, pair: Pair) -> Visible:
 @oracle("NSA, selected")
 def _nsa_selected(length: int, pair: Pair) -> Visible:
     scores = torch.rand(length, length // 8, generator=generator()).tolist()
-    chosen = [set(sorted(range(q // 8 + 1), key=row.__getitem__)[-16:]) for q, row in enumerate(scores)]
+    chosen = [{q // 8, *sorted(range(q // 8), key=row.__getitem__)[-15:]} for q, row in enumerate(scores)]
     assert len(chosen[0]) == 1 < len(chosen[-1]) < length // 8
     return lambda h, q, kv: kv <= q and kv // 8 in chosen[q]
 
@@ -458,6 +459,14 @@ def test_a_wrong_mask_differs() -> None:
     pair = WILD["Block diffusion"].pair(LENGTH)
     wrong = pair._replace(named=WILD["Block diffusion, sampling"].pair(LENGTH).named)
     assert not wrong.compare().equal
+
+
+def test_every_mask_was_measured_as_it_is() -> None:
+    """By `python recipes/benchmark.py wild --device cpu --json recipes/results/wild_cpu.json`."""
+    rows = json.loads((RECIPES / "results/wild_cpu.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["case"] for row in rows} == WILD.keys()
+    assert all(row["equal"] and row["same"] for row in rows)
+    assert {row["case"] for row in rows if row["proof"]} == set(PROVED)
 
 
 @pytest.mark.parametrize("name", PROVED)
