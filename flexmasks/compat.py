@@ -467,7 +467,9 @@ def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     # Dynamo traces torch.func.jvp without entering a level.
     is_dual = bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
-    return (is_dual and not _is_switched_off(otherwise=False)) or "Jvp" in names_of_transforms()
+    return (is_dual and not _is_switched_off(otherwise=False)) or (
+        _here.transforms_active() and "Jvp" in names_of_transforms()
+    )
 
 
 @contextlib.contextmanager
