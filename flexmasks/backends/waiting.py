@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexmasks.backends.call import Call, Operand, Unavailable
+from flexmasks.backends.call import Call, Unavailable
 from flexmasks.cache import FACT, KINDS, Part
 
 MAX_LENGTH = 1024  # of queries, and of keys
@@ -34,7 +34,7 @@ class Uncompiled:
         """Count a call. Raises Unavailable if such calls are to be compiled."""
         if self.products >= WORK_BEFORE_COMPILING:
             raise Unavailable("such calls are compiled from now on")
-        self.products += _products(q, k, v)
+        self.products += q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def uncompiled(call: Call) -> Uncompiled | None:
@@ -42,14 +42,11 @@ def uncompiled(call: Call) -> Uncompiled | None:
     q, k, v = call.q, call.k, call.v
     if call.device_type != "cpu" or call.needs_grad or call.is_traced or call.kernel_options:
         return None
-    if max(q.shape[2], k.shape[2]) > MAX_LENGTH or _products(q, k, v) >= WORK_BEFORE_COMPILING:
+    products = q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+    if max(q.shape[2], k.shape[2]) > MAX_LENGTH or products >= WORK_BEFORE_COMPILING:
         return None
     known = _UNCOMPILED.get(call.outcome_key)
     if known is None:
         known = Uncompiled()
         _UNCOMPILED.put(call.outcome_key, (), known, FACT)
     return None if known.products >= WORK_BEFORE_COMPILING else known
-
-
-def _products(q: Tensor | Operand, k: Tensor | Operand, v: Tensor | Operand) -> int:
-    return q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
