@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from helpers import RECIPES, one_in  # it finds the benchmarks
 from torch.nn.attention.flex_attention import create_mask
 
+from benchmarks.wild import markdown
 from benchmarks.wild_masks import WILD, Pair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -467,6 +469,25 @@ def test_every_mask_was_measured_as_it_is() -> None:
     assert {row["case"] for row in rows} == WILD.keys()
     assert all(row["equal"] and row["same"] for row in rows)
     assert {row["case"] for row in rows if row["proof"]} == set(PROVED)
+
+
+def test_figures_of_a_gpu_stand_on_the_page() -> None:
+    planned = {"kind": "planning", "case": "MoBA", "q_len": 8, "kv_len": 16, "heads": 4, "blocks": 9, "full": 2}
+    planned |= {"partial": 3, "undecided": 4, "function_ms": 1.25, "named_ms": 2.5, "torch_ms": 5.0}
+    planned |= {"torch_first_s": 7.0, "same": True, "torch_fails": "SomeError: no. More"}
+    passes = {"kind": "attention", "case": "DFlash", "shape": "1x16x8x64", "forward_ms": 2.0, "backward_ms": 3.0}
+    ours = passes | {"who": "flexmasks", "backend": "flex_flash", "first_s": 1.0, "left_out": {}}
+    theirs = passes | {"who": "flex_attention", "backward_ms": 8.0, "first_s": 9.0}
+    alone = ours | {"case": "BAGEL", "left_out": {"flex_attention": "SomeError: no memory"}}
+    machine = {"device": "a GPU", "device_type": "cuda", "torch": "2.11.0"}
+    of_cpu = json.loads((RECIPES / "results/wild_cpu.json").read_text(encoding="utf-8"))
+    text = markdown([of_cpu, {"machine": machine, "rows": [planned, ours, theirs, alone]}])
+    rows = {tuple(re.split(r" +\| +", line.strip("| "))) for line in text.splitlines()}
+    assert ("MoBA", "8 x 16, 4 heads", "2, 3 of 9", "4", "1.25", "2.5", "5 (7.0), not compiled") in rows
+    assert "- MoBA: compiled, it fails with `SomeError: no`." in text
+    times = "1 x 16 x 8 x 64", "`flex_flash`", "2, 3 (1.0)"
+    assert ("DFlash", *times, "2, 8 (9.0)", "2.00 x") in rows
+    assert any(row[:5] == ("BAGEL", *times, "SomeError: no memory") for row in rows)
 
 
 @pytest.mark.parametrize("name", PROVED)
