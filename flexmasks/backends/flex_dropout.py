@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import forms
-from flexmasks.backends.call import Call
-from flexmasks.backends.flex import _OPTIONS, FlexForm, FlexKernel, _unchanged, _with_inputs
+from flexmasks.backends.call import Call, Plans
+from flexmasks.backends.flex import _OPTIONS, FlexKernel, _unchanged, _with_inputs
 from flexmasks.backends.flex_kernels import InPlaceOfScore
+from flexmasks.backends.forms import why_data
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.kernels.row_products import less_row_products
 from flexmasks.spec.values import Score
@@ -89,7 +89,7 @@ class DropoutKernel(FlexKernel):
     """Compiled flex_attention over kept pairs. It gives no lse."""
 
     def __init__(self, call: Call, dropped: int, p: float) -> None:
-        super().__init__(call, None, forms.why_data(call))
+        super().__init__(call, None, why_data(call))
         self._dropped, self._p = dropped, p
         self.fits = self._lengths in ("", "whole")  # tables end where tokens do
         with compat.IMPORTING:
@@ -99,11 +99,8 @@ class DropoutKernel(FlexKernel):
     def key(self) -> Hashable:  # type: ignore[override]
         return self._dropped, self._p, super().key
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *given: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """given: the form of flex_attention, and Drawn."""
-        form, drawn = cast(tuple[FlexForm, Drawn], given)
+    def forms(self, plans: Plans) -> tuple[Any, ...]:
+        (form,) = super().forms(plans)
         score, of_score = _with_inputs(form.score_mod or _unchanged)
         mask, of_mask = _with_inputs(form.block_mask.mask_mod)
         form = form._replace(of_score=(self._dropped, self._p, form.of_score))
@@ -113,8 +110,15 @@ class DropoutKernel(FlexKernel):
             own = None if form.score_mod is None else score
             functions = _Functions(own, mask, len(of_score), self._dropped, 1 - self._p)
             _OF_KERNELS.put(key, (), functions, FACT)
-        kept = InPlaceOfScore(attend_kept, functions.name, (*drawn, *of_score, *of_mask))
-        return self._run(q, k, v, form._replace(score_mod=cast(Any, kept)))
+        return form, functions, (*of_score, *of_mask)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """forms: those of the kernel, and Drawn."""
+        form, functions, tensors, drawn = forms
+        kept = InPlaceOfScore(attend_kept, functions.name, (*drawn, *tensors))
+        return self._run(q, k, v, form._replace(score_mod=kept))
 
 
 def attend_kept(
