@@ -1541,14 +1541,109 @@ def test_registration() -> None:
         transformers.LlamaModel._from_config(transformers.LlamaConfig(**TEXT), attn_implementation="not_registered")
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
-def test_arguments_that_choose_keys_are_refused(name: str) -> None:
-    """Models with sparse attention hand them to attention functions, which would attend to all keys."""
+def test_sinks_of_each_query_are_refused() -> None:
     q = torch.randn(1, 2, 5, 8)
     attend = transformers.AttentionInterface()["flexmasks"]
-    assert attend(torch.nn.Identity(), q, q, q, **{name: None})[0].shape == (1, 5, 2, 8)
-    with pytest.raises(ValueError, match=rf"by `{name}` in Identity; use attn_implementation=.eager."):
-        attend(torch.nn.Identity(), q, q, q, **{name: torch.zeros(1, 5, 2, dtype=torch.int32)})
+    assert attend(torch.nn.Identity(), q, q, q, sinks=None)[0].shape == (1, 5, 2, 8)
+    with pytest.raises(ValueError, match=r"by `sinks` in Identity; use attn_implementation=.eager."):
+        attend(torch.nn.Identity(), q, q, q, sinks=torch.zeros(1, 5, 2))
+
+
+# --- layers that choose keys for each query ---
+
+_OF_TOKENS = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 5}
+_OF_BLOCKS = {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 3}
+CHOOSING: dict[str, dict[str, Any]] = {
+    "DeepseekV32": _OF_TOKENS,
+    "GlmMoeDsa": _OF_TOKENS | {"indexer_types": ["full", "shared"]},  # the second layer takes the keys of the first
+    "MiniMaxM3VL": _OF_BLOCKS | {"index_local_blocks": 1},
+    "AXK2": _OF_TOKENS,
+    "HYV4": _OF_TOKENS,
+}
+_CHOOSING = [n if n in list(CHOOSING)[:3] else pytest.param(n, marks=pytest.mark.campaign) for n in CHOOSING]
+
+
+LENGTHS_OF_30 = torch.tensor([[30], [19]])
+
+
+@functools.cache
+def _choosing(name: str) -> tuple[Any, Any]:
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this release of transformers has no {name}")
+    pair: tuple[Any, Any] = huggingface_families.tiny(f"{name}ForCausalLM", **CHOOSING[name])
+    return pair
+
+
+@pytest.mark.parametrize("name", _CHOOSING)
+def test_layers_that_choose_keys(name: str) -> None:
+    """Outputs and gradients are those of "eager", whose layers add a matrix; ours read a topk."""
+    own, other = _choosing(name)
+    ids = IDS[:, :30] % huggingface_families.VOCABULARY
+    seen: list[str] = []
+    with hf_attention.watched(lambda module, query, key, arguments: seen.append(repr(arguments["mask"]))):
+        for padding in (None, torch.arange(30) < LENGTHS_OF_30, torch.arange(30) >= 30 - LENGTHS_OF_30):
+            real = torch.ones(2, 30, dtype=torch.bool) if padding is None else padding
+            given = {} if padding is None else {"attention_mask": padding.long()}
+            got, want = (model(ids, use_cache=False, **given).logits[real] for model in (own, other))
+            assert torch.allclose(got, want, atol=TOLERANCE)
+    layers = [m for m in seen if "topk" in m]
+    assert len(layers) == (3 if name == "MiniMaxM3VL" else 6)  # every second layer of MiniMaxM3 sees all keys
+    assert all("dense" not in m for m in layers)
+    upstream = torch.randn_like(want)
+    for (label, x), y in zip(own.named_parameters(), other.parameters(), strict=True):
+        gradients = [torch.autograd.grad(z, p, upstream, True, allow_unused=True)[0] for z, p in ((got, x), (want, y))]
+        assert (gradients[0] is None) == (gradients[1] is None) == ("indexer" in label or gradients[0] is None)
+        if gradients[0] is not None:
+            assert torch.allclose(*gradients, atol=1e-4), label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _CHOOSING)
+def test_layers_that_choose_keys_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = _choosing(name)
+    compile_ = torch.compile  # kernels are not made of C++
+    monkeypatch.setattr(torch, "compile", lambda *args, **more: compile_(*args, **more | {"backend": "eager"}))
+    ids = IDS[:, :30] % huggingface_families.VOCABULARY
+    for cache in ("dynamic", "static"):
+        options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+        options |= {"attention_mask": torch.ones_like(ids), "disable_compile": True}
+        kernels = _kernels()
+        assert torch.equal(own.generate(ids, **options), other.generate(ids, **options))
+        assert _kernels() <= kernels + 2
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CHOOSING)
+def test_layers_that_choose_keys_in_a_graph(name: str) -> None:
+    own, other = _choosing(name)
+    counters.clear()
+    compiled = torch.compile(own, fullgraph=True)
+    for _ in range(3):
+        ids = torch.randint(3, huggingface_families.VOCABULARY, (2, 24))
+        with torch.no_grad():
+            got, want = (model(ids, use_cache=False).logits for model in (compiled, other))
+        assert torch.allclose(got, want, atol=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_that_share_chosen_keys_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = _choosing("GlmMoeDsa")
+    made: list[Any] = []
+    with hf_attention.watched(lambda module, query, key, arguments: made.append(flexmasks.get_mask(arguments["mask"]))):
+        own(IDS[:, :30] % huggingface_families.VOCABULARY, use_cache=False)
+    first, second = (next(m for m in mask.params["masks"] if m.name == "topk").params["indices"] for mask in made)
+    assert first is second
+
+
+def test_chosen_keys_that_cannot_be() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    chosen = torch.zeros(1, 8, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"chooses blocks of keys of unknown size: it has no `indexer\.block_size`"):
+        attend(nn.Identity(), q, q, q, block_indices=chosen[:, None])
+    own = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 8, 8, "cpu", BLOCK_SIZE=8)
+    for mask in (own, flexmasks.get_mask("causal")):
+        with pytest.raises(ValueError, match="chooses keys for each query by an indexer, which knows nothing"):
+            attend(nn.Identity(), q, q, q, mask, indices=chosen)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,14 @@ def register(name: str = "flexmasks") -> str:
     `model.set_attn_implementation("flexmasks")`, except T5 of transformers 5.17, which keeps its attention.
 
     transformers accepts the name for every model. Models that take no attention function raise an error (Bloom, Falcon,
-    MPT), or keep their own attention, or have none, without a message (DeBERTa, XLNet, Mamba). Models that choose keys
-    for each query (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
+    MPT), or keep their own attention, or have none, without a message (DeBERTa, XLNet, Mamba). Models that have sinks
+    of each query (Inkling2) raise an error, too.
+
+    Layers that choose keys for each query by an indexer (DeepSeek-V3.2, GLM-5, MiniMax-M3) hand over their indices,
+    which become the mask "topk" inside the model's own, one bit for each key and query, in place of a matrix of 0 and
+    -inf. Layers that share their indices share a plan. The indexer is the model's own. Such models take neither a mask
+    of yours nor a sequence that is spread over processes. Models that make a matrix of their choice in any case, such
+    as Qwen4-Exp, are computed with it.
 
     A few models, such as GPT-OSS, make their masks without `position_ids`, so that these alone leave the documents of a
     packed row together, with "eager" too. The same holds for all models if they get an `attention_mask`, too. A

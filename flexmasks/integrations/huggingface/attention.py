@@ -88,6 +88,8 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> _Result:
     """The output of a layer's attention; transformers calls this function.
@@ -107,6 +109,8 @@ def attend(
         position_bias: [B or 1, H or 1, Q, KV], added to the scores. It gets a gradient.
         cu_seq_lens_q, cu_seq_lens_k: int[N + 1], the starts of the sequences of a packed row and the end of the last.
         position_ids: [B or 1, Q], the position of each token in its document.
+        indices, block_indices: the keys [B, Q, k], or blocks of keys [B, G, Q, k], that the layer's indexer chose for
+            each query; -1 for none. A query sees those of them that the mask shows.
         dropout: the share of attention weights that are dropped, `dropout_p` of `flexmasks.attention`.
         others: arguments for other attention functions.
 
@@ -130,14 +134,22 @@ def attend(
     layer = _Layer(
         module, query, key, attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids
     )
+    chosen = _chosen(module, indices, block_indices)
     sharding = attention_mask.sharding if isinstance(attention_mask, ShardedMask) else active()
     if sharding is not None:
         if returns_weights:
             fail("where sequences are spread over several processes, no attention weights are returned.")
+        if chosen is not None:
+            fail(f"{_CHOOSES.format(layer.name)}, which knows one process's part of a sequence only.")
         mask, whole = _of_whole(sharding, layer)
         out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
         return out.transpose(1, 2).contiguous(), None
     mask, q_offset, added = (_without_mask(layer), 0, None) if attention_mask is None else _of_mask(layer)
+    if chosen is not None:
+        if isinstance(mask, BlockMask) or isinstance(attention_mask, GivenMask):
+            fail(f"{_CHOOSES.format(layer.name)}, which knows nothing of a mask of yours.")
+        mask, q_offset = (mask.mask, mask.q_offset) if isinstance(mask, Plan) else (mask, q_offset)
+        mask = mask & chosen
     if isinstance(mask, BlockMask):
         arguments: dict[str, Any] = {"block_mask": mask}
     else:
@@ -158,11 +170,11 @@ def attend(
         scores.append(get_score("dense_bias", bias=bias))
     rows = attention_mask.rows if isinstance(attention_mask, LateMask) else None
     if rows is not None:
-        if cu_seq_lens_q is not None or position_bias is not None or returns_weights:
+        if cu_seq_lens_q is not None or position_bias is not None or chosen is not None or returns_weights:
             fail(
                 f"inside flexmasks.invariant() the tokens of {type(module).__name__} are moved to the front of their "
-                "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q, position_bias and "
-                "output_attentions do not know of; pass texts without padding."
+                "rows, because of padding on the left or a cache with a window, which cu_seq_lens_q, position_bias, "
+                "chosen keys and output_attentions do not know of; pass texts without padding."
             )
         query, key, value = rows.queries(query), rows.keys(key), rows.keys(value)
         plan = rows.plan
@@ -253,23 +265,34 @@ def _makes_windows(file: str) -> bool:
     return "create_causal_mask" not in names or any("sliding_window" in n for n in names)
 
 
-# Arguments of models for attention functions that change the result, and are not supported.
-_UNKNOWN_ARGUMENTS = {
-    "indices": "the model chooses keys for each query, as sparse attention does",
-    "block_indices": "the model chooses blocks of keys for each query, as sparse attention does",
-    "sinks": "the model has sinks of each query",
-}
-
-
 def _check(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
     config = getattr(module, "config", None)
     check_type(getattr(config, "model_type", None))  # a model that got a mask of four dimensions has not been asked yet
-    for name, what in _UNKNOWN_ARGUMENTS.items():
-        if others.get(name) is not None:
-            fail(f'{what}, by `{name}` in {type(module).__name__}; use attn_implementation="eager".')
+    if others.get("sinks") is not None:
+        fail(
+            f"the model has sinks of each query, by `sinks` in {type(module).__name__}; use "
+            'attn_implementation="eager".'
+        )
     if others.get("cache") is not None:
         fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
+
+
+# --- keys that a layer chooses ---
+
+_CHOOSES = "{} chooses keys for each query by an indexer"
+
+
+def _chosen(module: torch.nn.Module, indices: Tensor | None, block_indices: Tensor | None) -> Mask | None:
+    """The mask of the keys that a layer chose, or None. Layers that share their indices find each other's plans."""
+    if indices is not None:
+        return get_mask("topk", indices=_derived(Tensor.unsqueeze, indices, 2))
+    if block_indices is None:
+        return None
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if size is None:
+        fail(f"{type(module).__name__} chooses blocks of keys of unknown size: it has no `indexer.block_size`.")
+    return get_mask("topk", indices=_derived(Tensor.transpose, block_indices, 1, 2), granularity=size)
 
 
 # --- attention weights ---
