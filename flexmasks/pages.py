@@ -43,10 +43,10 @@ from flexmasks.road import (
     attend,
     keep,
     known_call,
-    learned_by,
     learns_any,
     plan_call,
     run_known,
+    tensors_that_learn,
     unseen,
     with_lse_for_sinks,
     with_sinks_of,
@@ -319,7 +319,9 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
-        own_out, own_lse = attend_nothing(q.transpose(0, 1)[None], cache.k[:0], cache.v[:0], learned_by(inner.score))
+        own_out, own_lse = attend_nothing(
+            q.transpose(0, 1)[None], cache.k[:0], cache.v[:0], tensors_that_learn(inner.score)
+        )
         outs.append(own_out[0].transpose(0, 1))
         lses.append(own_lse[0])
     # The last place is that of queries of no sequence.

@@ -625,7 +625,7 @@ def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     for value in values:
         if value is not None:
             value._checked(size)
-    out, lse = attend_nothing(q, k, v, learned_by(values[1]))
+    out, lse = attend_nothing(q, k, v, tensors_that_learn(values[1]))
     return out, lse if request.return_lse else None
 
 
@@ -651,7 +651,7 @@ def refuse_in_graph(reason: str) -> None:
         fail(reason, RuntimeError)
 
 
-def learned_by(score: Score | None) -> list[Tensor]:
+def tensors_that_learn(score: Score | None) -> list[Tensor]:
     """Return the tensors of a score change that learn."""
     return [] if score is None else [t for t in score._tensors() if t.requires_grad]
 

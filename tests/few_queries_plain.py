@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks.backends import decode_gpu
 from flexmasks.kernels import few_queries
-from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
+from flexmasks.kernels.few_queries_checks import TILE, KernelInputs, check, check_place
 
 
 def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def attend_few(
     They are computed in float32, or in float64 if q is float64.
     """
     lists = partial_counts, partial, full_counts, full, visible
-    check(Inputs(q, k, v, page_table, *lists, None, None, weight, bias))
+    check(KernelInputs(q, k, v, page_table, *lists, None, None, weight, bias))
     kv_len = visible.shape[-1]
     seen = _of_keys(partial_counts, partial, kv_len) & visible | _of_keys(full_counts, full, kv_len)
     return _attend(q, k, v, page_table, seen, weight, bias, scale, cap)
@@ -48,7 +48,7 @@ def attend_band(
     scale: float, cap: float | None, q_start: int | None, left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of the operator attend_band, as `attend_few` does."""
-    check(Inputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias))
+    check(KernelInputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias))
     check_place(q_start)
     kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
     queries = q.shape[2]

@@ -36,7 +36,7 @@ from flexmasks.plans.mask_plan import Computed
 from flexmasks.plans.sizes import BLOCK_SIZE, shifted_mask
 from flexmasks.plans.windows import Look
 from flexmasks.ranges import GiveUp
-from flexmasks.ranges.intervals import MOST, intervals_of
+from flexmasks.ranges.intervals import MOST, seen_keys
 
 _MOST = 4  # intervals of a query
 _CAPABILITIES = ((9, 0), (10, 0), (10, 3))
@@ -233,7 +233,7 @@ _INTERVALS: Part[KeyIntervals] = Part(PLANS, "key_intervals")
 _UNFIT: Part[str] = Part(KINDS, "masks_of_no_intervals")
 
 
-class MaskPlan(NamedTuple):
+class CudnnPlan(NamedTuple):
     """A mask as cuDNN has planned it."""
 
     hidden: Tensor  # of KeyIntervals
@@ -246,7 +246,7 @@ def key_intervals_of(given: SizedMask) -> list[Tensor]:
     size = given.size
     mask_mod = shifted_mask(given.mask._bind(given.mask._resolve(size, given.lifted)), given.offset)
     try:
-        found = intervals_of(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+        found = seen_keys(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
     except GiveUp as reason:
         raise Unfit(
             f"it takes intervals of keys for each query, which the mask's operations do not tell: {reason}"
@@ -302,7 +302,7 @@ class CudnnKernel(Kernel):
             "none: cuDNN makes its own of the intervals of keys that queries see; the host waits for it at new tensors"
         )
 
-    def forms(self, plans: Plans) -> tuple[MaskPlan]:
+    def forms(self, plans: Plans) -> tuple[CudnnPlan]:
         if is_capturing(self.device):
             raise Unfit(
                 "the host reads how large a plan is, and a CUDA graph captures the call; pass a plan that has run"
@@ -320,13 +320,13 @@ class CudnnKernel(Kernel):
         with on(self.device):
             plan = functions().plan(made.ends, *samples, build_backward=self.needs_grad)
         look.confirm()
-        return (MaskPlan(made.hidden, plan, max(0, self._memory() - before)),)
+        return (CudnnPlan(made.hidden, plan, max(0, self._memory() - before)),)
 
     def _memory(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: MaskPlan
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, /, *forms: CudnnPlan
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None."""
         (form,) = forms

@@ -149,7 +149,7 @@ class FlexKernel(Kernel):
         if self._is_invariant:
             score_mod = rounded_first(score_mod)
         if self.why_data:
-            data = forms.data_of(plans.mask, self.why_data)
+            data = forms.needed_data(plans.mask, self.why_data)
             block_mask, shapes = data.block_mask(for_flash=self._is_flash), data.shapes
         else:
             block_mask, shapes = plans.mask.block_mask, None

@@ -62,7 +62,7 @@ def refuses(call: Call) -> str | None:
     return None if call.is_traced else kills(call)
 
 
-def data_of(mask: Any, why: str) -> MaskData:
+def needed_data(mask: Any, why: str) -> MaskData:
     """Return a mask as data. Raises Unfit if it cannot be data, and `why` says that it must."""
     try:
         data: MaskData = mask.data()

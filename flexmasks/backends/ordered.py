@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.backends.ordered_places import KEYS, QUERIES, Layout
+from flexmasks.backends.ordered_places import KEYS, QUERIES, OrderedTiles
 from flexmasks.backends.plain import precise_dtype
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import zero_nonfinite
@@ -68,7 +68,7 @@ class Ordered:
         score_mod: Callable[..., Tensor] | None,
         visible: Visible,
         scale: float | None,
-        layout: Layout,
+        layout: OrderedTiles,
         sinks: Tensor | None,
     ) -> None:
         _, heads, self._q_len, size = q.shape

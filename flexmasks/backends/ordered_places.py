@@ -102,7 +102,7 @@ def _without_padding(joined: Sequence[Any], size: Size, places: Places) -> Place
     return places
 
 
-class Layout(NamedTuple):
+class OrderedTiles(NamedTuple):
     """The tiles of a call: which token stands where, as its place in the rows of all batch elements, -1 for none.
 
     Tiles are in order of batch elements, sequences and positions.
@@ -114,7 +114,7 @@ class Layout(NamedTuple):
     end: Tensor  # and the one behind its last
 
     @classmethod
-    def of(cls, plan: MaskPlan) -> Layout:
+    def of(cls, plan: MaskPlan) -> OrderedTiles:
         places = places_of(plan.mask, plan.size, plan.offset)
         most = int(max(places.q_sequence.max(), places.kv_sequence.max())) + 2
         is_in_none = places.q_sequence < 0  # such queries have tiles, too, and no keys

@@ -38,7 +38,7 @@ from flexmasks import compat
 from flexmasks.backends import tiles_operator
 from flexmasks.backends.call import BlocksAndScore, Call, Kernel, Plans, Unavailable, first_line
 from flexmasks.backends.ordered import Ordered
-from flexmasks.backends.ordered_places import Layout, why_unknown
+from flexmasks.backends.ordered_places import OrderedTiles, why_unknown
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, gradients
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.backends.waiting import Uncompiled, uncompiled
@@ -105,11 +105,11 @@ class _InOrder(Kernel):
 
     scale: float | None
 
-    def forms(self, plans: Plans) -> tuple[BlocksAndScore, Layout]:
+    def forms(self, plans: Plans) -> tuple[BlocksAndScore, OrderedTiles]:
         form = BlocksAndScore.of(plans)
         if learned_by(form.score_mod, form.block_mask.kv_num_blocks.device) is None:
             raise Unfit("what the score learns is not known, and its gradient is a sum over all sequences")
-        return form, Layout.of(plans.mask)
+        return form, OrderedTiles.of(plans.mask)
 
     def folds_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
         return True  # what is folded in afterwards depends on where in a row of numbers it stands

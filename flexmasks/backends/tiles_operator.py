@@ -20,7 +20,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Kernel, Plans
 from flexmasks.backends.encoded import Encoded
 from flexmasks.backends.ordered import Ordered
-from flexmasks.backends.ordered_places import Layout
+from flexmasks.backends.ordered_places import OrderedTiles
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by, with_views
 from flexmasks.blocks.bits import BITS, visible_in_words, words_of_pairs
@@ -89,7 +89,7 @@ class _Call(NamedTuple):
             visible = Visible.of(cast(MaskPlan, plan.resized(block_size_for(plan.size))).block_mask)
         if not self.in_order:
             return Tiles(q, k, score_mod, visible, self.scale)
-        layout = Layout.of(plan)
+        layout = OrderedTiles.of(plan)
         return Ordered(q, k, score_mod, visible, self.scale, layout, self.sinks)
 
 

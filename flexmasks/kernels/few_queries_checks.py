@@ -11,7 +11,7 @@ TILE = 128  # keys of a tile
 _INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-class Inputs(NamedTuple):
+class KernelInputs(NamedTuple):
     """The tensors of both operators, in the order of the kernel's arguments."""
 
     q: Tensor
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
         return self.partial_counts, self.full_counts, self.q_starts, self.kv_lens
 
 
-def check(x: Inputs) -> None:
+def check(x: KernelInputs) -> None:
     kv_len = _check_keys(x.q, x.k, x.v, x.page_table)
     batch, heads, queries, _ = x.q.shape
     by_batch, by_head, by_query = {1, batch}, {1, heads}, {1, queries}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmasks.cache import Launches
 from flexmasks.devices import LITTLE_MEMORY, shared_memory
-from flexmasks.kernels.few_queries_checks import TILE, Inputs, check, check_place
+from flexmasks.kernels.few_queries_checks import TILE, KernelInputs, check, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import Launch, compiled, dot_type, layouts_of, new, strides_of, width_of, with_grain
 
@@ -39,7 +39,7 @@ def attend_few(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_few; without `with_lse`, the lse is None."""
     lists = partial_counts, partial, full_counts, full, visible
-    tensors = Inputs(q, k, v, page_table, *lists, None, None, weight, bias)
+    tensors = KernelInputs(q, k, v, page_table, *lists, None, None, weight, bias)
     return _run(tensors, scale, cap, _NO_BAND, with_lse)
 
 
@@ -50,7 +50,7 @@ def attend_band(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The operator flexmasks::attend_band; without `with_lse`, the lse is None."""
     check_place(q_start)
-    tensors = Inputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
+    tensors = KernelInputs(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
     band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
     return _run(tensors, scale, cap, band, with_lse)
 
@@ -60,7 +60,7 @@ def _distance(bound: int | None) -> int:
 
 
 def _run(
-    tensors: Inputs, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
+    tensors: KernelInputs, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and lse; `band` is where the queries start, and the most keys to the left and to the right of a query."""
     q, v = tensors.q, tensors.v
@@ -163,7 +163,7 @@ class _Sizes(NamedTuple):
     same: bool
 
 
-def _sizes_of(tensors: Inputs) -> _Sizes:
+def _sizes_of(tensors: KernelInputs) -> _Sizes:
     q, k, _, page_table, *_ = tensors
     lists: Any = tensors[4:8]
     batch, heads, queries, _ = q.shape
@@ -184,7 +184,7 @@ def _sizes_of(tensors: Inputs) -> _Sizes:
     return _Sizes(kv_len, page_size, group, key_heads, list_heads, batch * list_heads, rows, max(1, tiles), same)
 
 
-def _launch(results: tuple[Tensor, Tensor | None], tensors: Inputs, has_cap: bool) -> _Launch:
+def _launch(results: tuple[Tensor, Tensor | None], tensors: KernelInputs, has_cap: bool) -> _Launch:
     """Compile the kernels for the layout of some arguments; ValueError for those that the operator does not take."""
     check(tensors)
     q, is_band = tensors.q, tensors.visible is None
@@ -213,7 +213,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: Inputs, has_cap: boo
     return _Launch(attend, join, lines)
 
 
-def _layout(tensors: Inputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
+def _layout(tensors: KernelInputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
     """The strides that the first kernel takes, and its constants that follow from sizes and strides."""
     q, k, v, page_table, _, partial, _, full, visible, _, _, weight, bias = tensors
     q_grain, q_strides = with_grain(strides_of(q, 3))
@@ -240,11 +240,11 @@ def _layout(tensors: Inputs, sizes: _Sizes) -> tuple[tuple[int, ...], tuple[int 
     return strides, constants
 
 
-def _list_strides(tensors: Inputs) -> list[int]:
+def _list_strides(tensors: KernelInputs) -> list[int]:
     return strides_of(tensors.partial_counts, 2) + strides_of(tensors.full_counts, 2)
 
 
-def _band_strides(tensors: Inputs) -> list[int]:
+def _band_strides(tensors: KernelInputs) -> list[int]:
     return strides_of(tensors.q_starts, 1) + strides_of(tensors.kv_lens, 1)
 
 

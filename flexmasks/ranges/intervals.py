@@ -56,7 +56,7 @@ class _Sum(Range):
         self.of_query, self.of_key, self.is_absolute = of_query, of_key, is_absolute
 
 
-def intervals_of(mask_mod: Any, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> SeenKeys:
+def seen_keys(mask_mod: Any, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> SeenKeys:
     """The keys that each query sees. Raises GiveUp if an operation on queries and keys is none of those that are known.
 
     Raises what `evaluate` raises.

@@ -203,14 +203,14 @@ def decode(kind: str, encoded: Any) -> Modifier:
             raise RuntimeError("flexmasks: a mask's function is missing; it was noted too long ago.")
         definition = define(kind, **dict(zip(FUNCTIONS, functions, strict=True)))
     cls = Mask if kind == "mask" else Score
-    return cls(definition, {key: value_of(kind, value) for key, value in params})
+    return cls(definition, {key: _decoded(kind, value) for key, value in params})
 
 
-def value_of(kind: str, encoded: Any) -> Any:
+def _decoded(kind: str, encoded: Any) -> Any:
     if encoded[0] == "inner":
         return decode(kind, encoded[1])
     if encoded[0] == "tuple":
-        return tuple(value_of(kind, v) for v in encoded[1])
+        return tuple(_decoded(kind, v) for v in encoded[1])
     return encoded[1]
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from flexmasks.plans.sizes import shifted_mask, unread
 from flexmasks.ranges import GiveUp
-from flexmasks.ranges.intervals import MOST, SeenKeys, intervals_of
+from flexmasks.ranges.intervals import MOST, SeenKeys, seen_keys
 from flexmasks.spec.parameters import Size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def test_registered_masks(case: Case) -> None:
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, _CPU), offset)
     mask_mod = shifted_mask(mask._bind(mask._resolve(size)), offset)
     try:
-        found = intervals_of(mask_mod, case.batch, case.heads, case.q_len, case.kv_len, _CPU)
+        found = seen_keys(mask_mod, case.batch, case.heads, case.q_len, case.kv_len, _CPU)
     except GiveUp:
         assert not is_always
         return
@@ -87,7 +87,7 @@ def test_any_operations(examples: int) -> None:
 def _checked(mod: Any, batch: int, heads: int, q_len: int, kv_len: int) -> bool:
     """Check a function, if it is a mask of which ranges know some intervals, and return whether it is."""
     try:
-        found = intervals_of(mod, batch, heads, q_len, kv_len, _CPU)
+        found = seen_keys(mod, batch, heads, q_len, kv_len, _CPU)
     except (GiveUp, TypeError, ValueError):
         return False
     try:
@@ -120,13 +120,13 @@ _AGAIN = torch.tensor([0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2])
     ],
 )
 def test_what_is_known(mod: Any, known: list[bool]) -> None:
-    found = intervals_of(mod, 1, 1, 12, 12, _CPU)
+    found = seen_keys(mod, 1, 1, 12, 12, _CPU)
     assert check(found, create_mask(mod, 1, 1, 12, 12, device="cpu")).flatten().tolist() == known
 
 
 def test_more_intervals_than_are_kept_are_not_known() -> None:
     for count in (MOST, MOST + 1):
-        found = intervals_of(lambda b, h, q, kv: (kv % 2 == 0) & (q >= 0), 1, 1, 3, 2 * count, _CPU)
+        found = seen_keys(lambda b, h, q, kv: (kv % 2 == 0) & (q >= 0), 1, 1, 3, 2 * count, _CPU)
         assert found.known.all() == (count == MOST)
         assert int((found.starts < found.stops).sum(-1).max()) == count or count > MOST
 
@@ -143,4 +143,4 @@ def test_more_intervals_than_are_kept_are_not_known() -> None:
 )
 def test_what_is_given_up(mod: Any, why: str) -> None:
     with pytest.raises(GiveUp, match=why):
-        intervals_of(mod, 1, 1, 12, 12, _CPU)
+        seen_keys(mod, 1, 1, 12, 12, _CPU)
