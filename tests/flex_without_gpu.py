@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -71,9 +71,10 @@ def compiles_for(arch: int, folder: Path, machine_code: bool = False) -> Iterato
 
 
 def _graph(
-    size: int, dtype: torch.dtype, functions: Functions, options: dict[str, Any], length: int = 300
-) -> tuple[FakeTensorMode, torch.fx.GraphModule]:
-    """Return the graph of a forward and a backward pass over fake tensors of a GPU.
+    size: int, dtype: torch.dtype, functions: Functions, options: dict[str, Any], length: int = 300,
+    device: str = "cuda:0", needs_grad: bool = True,
+) -> tuple[FakeTensorMode, torch.fx.GraphModule]:  # fmt: skip
+    """Return the graph of a forward pass, and a backward pass if wanted, over fake tensors of a GPU.
 
     It is traced on the CPU: where torch has no CUDA, tensors of a GPU have no autograd.
 
@@ -89,15 +90,20 @@ def _graph(
 
     def both(inputs: list[Tensor], d_out: Tensor, score_tensors: Any, mask_tensors: Any, lists: Any) -> list[Tensor]:
         blocks = BlockMask((length, length), *lists * 4, (_BLOCK, _BLOCK), mask_mod).as_tuple()[:-1]
-        chosen = {**flex._OPTIONS, **options, "OUTPUT_LOGSUMEXP": True}
+        chosen = {**flex._OPTIONS, **options, "OUTPUT_LOGSUMEXP": needs_grad}
         operator = torch.ops.higher_order.flex_attention
         captured = tuple(score_tensors), tuple(mask_tensors)
         out = operator(*inputs, score_mod, (*blocks, mask_mod), size**-0.5, chosen, *captured)[0]
         learning = [x for x in (*inputs, *score_tensors) if x.requires_grad]
+        if not needs_grad:
+            return [out]
         return [out, *torch.autograd.grad(out, learning, d_out)]
 
+    def moved(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
     with mode:
-        inputs = [torch.empty(1, 4, length, size, dtype=dtype, requires_grad=True) for _ in range(3)]
+        inputs = [torch.empty(1, 4, length, size, dtype=dtype, requires_grad=needs_grad) for _ in range(3)]
         lists = [torch.ones(1, 1, n, dtype=torch.int32), torch.zeros(1, 1, n, n, dtype=torch.int32)]
         captured = [[mode.from_tensor(x) for x in tensors] for tensors in (of_score, of_mask)]
         trace = make_fx(both, select_decomp_table(), _allow_non_fake_inputs=True)
@@ -105,20 +111,18 @@ def _graph(
         for module in graph.modules():
             constant_fold_uniform_value(module)
             for node in getattr(module, "graph", torch.fx.Graph()).nodes:
-                node.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, _on_gpu, node.meta.get("val"))
+                node.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, moved, node.meta.get("val"))
                 if "device" in node.kwargs:
-                    node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+                    node.kwargs = {**node.kwargs, "device": torch.device(device)}
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # which takes and gives flat lists
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return mode, graph
 
 
-def _on_gpu(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
-
-
-def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) -> Kernels:
+@contextlib.contextmanager
+def _lowered(mode: FakeTensorMode, graph: torch.fx.GraphModule) -> Iterator[Any]:
+    """Give what Inductor makes of a graph."""
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -129,7 +133,19 @@ def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) ->
         lowering = GraphLowering(graph, example_inputs=inputs, shape_env=ShapeEnv(), is_inference=True)
         with V.set_graph_handler(lowering), V.set_fake_mode(mode), DebugContext():
             lowering.run(*inputs)
-            code: Any = lowering.codegen()[0]
+            yield lowering
+
+
+def metal_of(size: int, dtype: torch.dtype, functions: Functions) -> str:
+    """Return the Metal source of a forward pass that torch makes for MPS."""
+    with _lowered(*_graph(size, dtype, functions, {}, device="mps", needs_grad=False)) as lowering:
+        (source,) = (made.shader_source for made in lowering.operations if hasattr(made, "shader_source"))
+        return cast(str, source)
+
+
+def _compiled(target: Any, mode: FakeTensorMode, graph: torch.fx.GraphModule) -> Kernels:
+    with _lowered(mode, graph) as lowering:
+        code: Any = lowering.codegen()[0]
     kernels = _KERNEL.findall(code if isinstance(code, str) else code.value)
     return Kernels(*(_kernel(target, name, source) for name, source in kernels))
 

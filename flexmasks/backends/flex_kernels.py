@@ -244,9 +244,10 @@ def flex_by(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `flex` returns, by torch's flex_attention or a function like it."""
-    on_cpu, has_few_queries = q.device.type == "cpu", q.shape[2] < _FEW_QUERIES
+    on_cpu, on_metal, has_few_queries = q.device.type == "cpu", q.device.type == "mps", q.shape[2] < _FEW_QUERIES
     if on_cpu:  # torch's kernel gives wrong numbers where all elements of a head are one
         q, k, v = with_rows_together(q, k, v)
+    if on_cpu or on_metal:
         score_mod = _as_stored(score_mod)
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
@@ -282,7 +283,8 @@ def _as_stored(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]
     the tile only. So results are made to depend on the score, by a choice that the compiler does not see through.
 
     NaN become infinite: a row that sees one is then NaN, as inf - inf is. The kernel would drop the keys of a block
-    from a row whose scores there have a NaN: the greatest score of such a block counts as -inf.
+    from a row whose scores there have a NaN: the greatest score of such a block counts as -inf. The one for MPS would
+    drop NaN as if they were hidden.
     """
 
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

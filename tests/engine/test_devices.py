@@ -13,11 +13,12 @@ from typing import Any
 import other_gpus
 import pytest
 import torch
+from flex_without_gpu import metal_of
 from helpers import SHARED_MEMORY, is_turn, on_gpu_of
 from torch import Tensor
 
 from flexmasks import compat, devices, get_mask, get_score
-from flexmasks.backends import cudnn, fa4_package, flex, kernel_tiles
+from flexmasks.backends import cudnn, fa4_package, flex, flex_kernels, kernel_tiles
 from flexmasks.backends.call import Call
 from flexmasks.backends.flex_invariant import fixed_options
 from flexmasks.backends.kernel_tiles import NO_READS, Reads
@@ -275,6 +276,21 @@ def test_what_metal_gets_wrong(given: dict[str, Any], why: str) -> None:
     assert [b.name for b in able] == ["reference"]
     assert why in reasons["flex"]
     assert "flex" in _able(_call("xpu", **given))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compat.flex_takes("mps"), reason="torch's flex_attention does not run on MPS")
+def test_source_for_metal() -> None:
+    """Torch makes a kernel of library functions, and of the change by which NaN are seen. Data are nothing for it."""
+    call: Any = _call("mps", get_mask("sliding_window", window=9), score=get_score("alibi", slopes=torch.ones(4)))
+    score_mod, of_score = flex._with_inputs(flex_kernels._as_stored(call.score.function()))
+    source = metal_of(64, torch.float16, (score_mod, of_score, *flex._with_inputs(call.mask.function())))
+    assert "kernel void" in source
+    assert " = INFINITY;" in source
+    words = torch.zeros(40, dtype=torch.int32)
+    bits = flex._with_inputs(lambda b, h, q, kv: (words[kv // 32] >> (kv % 32)) & 1 != 0)
+    with pytest.raises(Exception, match="does not support op"):
+        metal_of(64, torch.float16, (score_mod, of_score, *bits))
 
 
 @pytest.mark.usefixtures("newest")
