@@ -1,4 +1,5 @@
-"""What devices can. No other file asks torch which GPU there is, so that a test needs to replace `_gpu` alone.
+"""What devices can. No other file asks torch for a compute capability, shared memory, or whether a GPU is AMD's: a test
+replaces `_gpu` alone.
 
 Numbers of NVIDIA's are for NVIDIA's GPUs: torch calls AMD's devices "cuda", too, and numbers their architectures as if
 they were compute capabilities (gfx90a is "9.0").
@@ -18,8 +19,8 @@ HOPPER, LITTLE_MEMORY = 232_448, 2**17
 _TRITON_FROM = (8, 0)  # the least compute capability that Triton compiles for
 
 
-class Gpu(NamedTuple):
-    """A GPU, as torch describes it.
+class GpuFacts(NamedTuple):
+    """What torch says of a GPU.
 
     capability: NVIDIA's compute capability, None for GPUs of others.
     shared_memory: bytes that a program may take.
@@ -30,16 +31,16 @@ class Gpu(NamedTuple):
 
 
 @functools.cache
-def _gpu(device: torch.device) -> Gpu | None:
+def _gpu(device: torch.device) -> GpuFacts | None:
     """Return the GPU that a device is, or None, as for tensors without data where there is no GPU."""
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
-        return Gpu(None, 0)
+        return GpuFacts(None, 0)
     if not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(device)
-    return Gpu(torch.cuda.get_device_capability(device), int(properties.shared_memory_per_block_optin))
+    return GpuFacts(torch.cuda.get_device_capability(device), int(properties.shared_memory_per_block_optin))
 
 
 def on_gpu(device: torch.device) -> bool:

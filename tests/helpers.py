@@ -391,7 +391,7 @@ def on_gpu_of(patch: pytest.MonkeyPatch, capability: tuple[int, int] | None, mem
     memory: its shared memory, by default that of its kind.
     """
     found = SHARED_MEMORY.get(capability or (0, 0), 0) if memory is None else memory
-    patch.setattr(devices, "_gpu", lambda device: devices.Gpu(capability, found))
+    patch.setattr(devices, "_gpu", lambda device: devices.GpuFacts(capability, found))
 
 
 def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:

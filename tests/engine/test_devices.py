@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,13 @@ _MASKS: dict[str, Callable[[], Any]] = {
 
 
 # --- the one question ---
+
+
+def test_one_file_asks() -> None:
+    questions = re.compile(r"get_device_capability|version\.hip|shared_memory_per_block")
+    package = Path(devices.__file__).parent
+    asking = {file.name for file in package.rglob("*.py") if questions.search(file.read_text(encoding="utf-8"))}
+    assert asking == {"devices.py"}
 
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
