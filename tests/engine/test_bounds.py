@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -13,6 +14,7 @@ import torch
 from helpers import captured, documents, without_waits
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from benchmarks.examples import on_device
@@ -122,6 +124,22 @@ def test_blocks_of_chosen_entries_are_exact(granularity: int) -> None:
     assert torch.equal(counts[0], want.kv_num_blocks[0])
     assert torch.equal(full[0], want.full_kv_num_blocks[0])
     assert 0 < int(full.sum()) < int((counts + full).sum()) < 36
+
+
+def test_plans_of_chosen_keys_hold_no_table_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flexmasks.masks.topk"], "_ENTRIES_AT_ONCE", 1 << 14)
+    sizes: dict[str, int] = {}
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes[str(func)] = max(sizes.get(str(func), 0), out.nbytes if isinstance(out, Tensor) else 0)
+            return out
+
+    mask = get_mask("topk", indices=torch.randint(-1, LENGTH, (LENGTH, 1, 8), dtype=torch.int32))
+    with Watched():
+        plan_bounds(SizedMask(mask & get_mask("causal"), 0, SIZE, False, (64, 64)))
+    assert max(sizes.values()) <= LENGTH * LENGTH // 8, sizes  # the bits themselves
 
 
 def test_sizes_that_are_not_read_are_bounds() -> None:
