@@ -119,7 +119,7 @@ class LateMask(BlockMask):
     def to_dense(self) -> Tensor:
         """The mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
         batch, heads, q_len, kv_len = self.shape
-        if is_compiling():  # dense_mask looks at tensors as torch.compile cannot
+        if not may_keep(self.device):  # dense_mask looks at the tensors of a mask
             q_offset = self.q_offset[0] if isinstance(self.q_offset, Tensor) else self.q_offset  # one for all
             b, h, q, kv = (torch.arange(n, device=self.device) for n in self.shape)
             return over_indices(self.mask)(b, h, q + q_offset, kv)
