@@ -66,12 +66,6 @@ def nvidia_major(device: torch.device) -> int:
 
 
 @compat.constant_in_graphs
-def is_amd(device: torch.device) -> bool:
-    gpu = _gpu(device)
-    return gpu is not None and gpu.capability is None
-
-
-@compat.constant_in_graphs
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory for a program of an NVIDIA GPU, without a GPU those of Hopper."""
     gpu = _gpu(device)
@@ -99,7 +93,10 @@ def why_no_own_kernels(device: torch.device) -> str:
 
     They hold NVIDIA's instructions (PTX), and tiles and warps that were chosen on NVIDIA's GPUs.
     """
-    if is_amd(device):
+    gpu = _gpu(device)  # asked once: calls of own kernels take microseconds
+    if gpu is None or (gpu.capability is not None and gpu.capability >= _TRITON_FROM):
+        return ""
+    if gpu.capability is None:
         return "it does not run on AMD GPUs: its kernels are written for NVIDIA's"
     return why_no_triton(device)
 
