@@ -136,8 +136,9 @@ def flex_takes(device_type: str) -> bool:
 # 10 and above then read some wrongly.
 FLASH_READS_VECTORS = _TORCH > (2, 11)
 
-# Whether Inductor sees that kernels of FLASH read captured tensors (pytorch#181800). Before, a graph without a backward
-# pass frees those that another kernel has read, and raises an UnboundLocalError.
+# Whether Inductor sees that kernels of FLASH read captured tensors (pytorch#181800). Before, a graph frees those that
+# another kernel has read and no backward pass keeps, and those from which it computes what is captured in the kernel:
+# an UnboundLocalError.
 FLASH_HOLDS_CAPTURED = _TORCH >= (2, 13)
 
 # --- private names of torch ---

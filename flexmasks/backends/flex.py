@@ -530,17 +530,18 @@ def attend_in_graph(
     """
     for x in (q, k, v):  # kernels are made for a number of heads and a head size
         int(x.shape[1]), int(x.shape[3])
-    score, of_score = _with_inputs(score_mod or _unchanged)
-    mask, of_mask = _with_inputs(block_mask.mask_mod)
+    options = {**_OPTIONS, **(kernel_options or {})}
+    is_freed = options["BACKEND"] == "FLASH" and not compat.FLASH_HOLDS_CAPTURED
+    score, of_score = _with_inputs(score_mod or _unchanged, copied=is_freed)
+    mask, of_mask = _with_inputs(block_mask.mask_mod, copied=is_freed)
     *lists, _ = block_mask.as_tuple()
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     with_lse = return_aux is not None or (q.is_cuda and torch.is_grad_enabled())
-    options = {**_OPTIONS, **(kernel_options or {}), "OUTPUT_LOGSUMEXP": with_lse}
+    options["OUTPUT_LOGSUMEXP"] = with_lse
     operator = torch.ops.higher_order.flex_attention
     out, lse, _ = operator(q, k, v, score, (*lists, mask), scale, options, of_score, of_mask)
-    captured = [*of_score, *of_mask]
-    if options["BACKEND"] == "FLASH" and captured and not (compat.FLASH_HOLDS_CAPTURED or out.requires_grad):
-        hold(out, captured)
+    if is_freed and (of_score or of_mask) and not out.requires_grad:
+        hold(out, [*of_score, *of_mask])
     return out if return_aux is None else (out, _Aux(lse if options["BACKEND"] == "FLASH" else lse * _LN_2))
 
 
@@ -548,8 +549,13 @@ def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Te
     return score
 
 
-def _with_inputs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Return a function that takes the tensors that it reads behind its arguments, and these tensors."""
+def _with_inputs(
+    function: Callable[..., Tensor], copied: bool = False
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Return a function that takes the tensors that it reads behind its arguments, and these tensors.
+
+    copied: whether as copies, which Inductor does not compute anew in the function.
+    """
     structure, leaves = flatten(function)
     count = len(leaves.tensors)
 
@@ -558,7 +564,8 @@ def _with_inputs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor]
         result: Tensor = structure.fill(tensors, has_own_globals=True)(*arguments)
         return result
 
-    return with_inputs, tuple(map(held_by_kernels, leaves.tensors))
+    held = [separate(x.detach()) if copied else held_by_kernels(x) for x in leaves.tensors]
+    return with_inputs, tuple(held)
 
 
 def held_by_kernels(x: Tensor) -> Tensor:

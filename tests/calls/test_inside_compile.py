@@ -279,24 +279,29 @@ def test_tensors_are_held_until_a_result_is_written() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["document", "key_padding", "dense"])
-def test_flash_reads_tensors_in_graphs_without_gradients(name: str) -> None:
-    """Of a graph without a backward pass torch 2.11 frees them once the blocks are planned."""
-    leaves = [torch.randn(2, 2, 640, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", ["document", "key_padding"])
+def test_flash_reads_tensors_that_a_graph_computes(name: str, learns: bool) -> None:
+    """torch 2.11 frees what they are computed from, and without a backward pass them, once the blocks are planned."""
+    shape = 2, 2, 640, 64
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learns) for _ in range(3)]
     ids = torch.arange(640, device="cuda").expand(2, -1) // 100
-    mask = {
-        "document": lambda ids: flexmasks.get_mask("document", document_ids=ids),
-        "key_padding": lambda ids: flexmasks.get_mask("key_padding", attention_mask=ids[:, None][:, 0] < 4),
-        "dense": lambda ids: flexmasks.get_mask("dense", visible=ids[:, None, :, None] == ids[:, None, None, :]),
-    }[name]
-    skip_unless_flash_takes(leaves, mask=mask(ids))
+
+    def mask(ids: Tensor) -> Mask:
+        if name == "document":
+            return flexmasks.get_mask("document", document_ids=ids // 2)
+        return flexmasks.get_mask("key_padding", attention_mask=ids < 4)
 
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
         return flexmasks.attention(q, k, v, mask=mask(ids), backend="flex_flash") * 2
 
-    with torch.no_grad():
-        got = torch.compile(run, fullgraph=True)(*leaves, ids)
-    assert error(got, run(*leaves, ids).cpu()) < TOLERANCE[torch.bfloat16]
+    skip_unless_flash_takes(leaves, mask=mask(ids))
+    got, want = torch.compile(run, fullgraph=True)(*leaves, ids), run(*leaves, ids)
+    results = [got], [want]
+    if learns:
+        results = tuple([x, *torch.autograd.grad(x.float().square().sum(), leaves)] for x in (got, want))
+    for x, y in zip(*results, strict=True):
+        assert error(x, y.cpu()) < 2 * TOLERANCE[torch.bfloat16]
 
 
 # --- a model ---
