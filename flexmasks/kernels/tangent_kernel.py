@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.cache import Launches
-from flexmasks.devices import HOPPER, shared_memory
+from flexmasks.devices import HOPPER, LITTLE_MEMORY, shared_memory
 from flexmasks.kernels.direct import on, with_rows_together
 from flexmasks.kernels.launches import (
     Launch,
@@ -190,6 +190,9 @@ TILES = {
     (4, 128): Settings(32, 32, 4, 2),
 }
 _SMALL = Settings(32, 32, 4, 1)
+_WIDEST_OF_FLOAT32 = (
+    64  # heads of which `_SMALL` fits into little memory; words of bits have 32 keys, so no tile has less
+)
 _launches: Launches[Launch] = Launches("tangents")
 
 
@@ -197,7 +200,11 @@ def tiles_for(q: Tensor, v: Tensor) -> Settings | None:
     """The tiles for the dtype and the sizes of a head, None if there are none."""
     size = max(q.shape[3], v.shape[3])
     tiles = next((t for (item, width), t in TILES.items() if item == q.element_size() and size <= width), None)
-    return tiles if tiles is None or shared_memory(q.device) >= HOPPER else _SMALL
+    memory = shared_memory(q.device)
+    if tiles is None or memory >= HOPPER:
+        return tiles
+    fits = memory >= LITTLE_MEMORY or q.element_size() == 2 or size <= _WIDEST_OF_FLOAT32
+    return _SMALL if fits else None
 
 
 def tangents_of(

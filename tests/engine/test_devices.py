@@ -162,6 +162,16 @@ def test_compiled_kernels_fit() -> None:
         assert row["shared"] <= row["limit"] == limit, row
 
 
+def test_tiles_of_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none fits, tangents are computed by slices."""
+    tangent_kernel = pytest.importorskip("flexmasks.kernels.tangent_kernel")
+    for capability, dtype, size in itertools.product(SHARED_MEMORY, (torch.bfloat16, torch.float32), (64, 128, 256)):
+        on_gpu_of(monkeypatch, capability)
+        x = torch.empty(1, 1, 1, size, dtype=dtype)
+        is_wide = dtype == torch.float32 and size > (64 if SHARED_MEMORY[capability] < devices.LITTLE_MEMORY else 128)
+        assert (tangent_kernel.tiles_for(x, x) is None) == is_wide
+
+
 # --- AMD's ---
 
 
