@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from flexmasks import flex as flex
     from flexmasks import integrations as integrations
     from flexmasks import trees as trees
+    from flexmasks.asking.alike import Likeness as Likeness
+    from flexmasks.asking.alike import Likenesses as Likenesses
+    from flexmasks.asking.alike import alike as alike
     from flexmasks.asking.check import Finding as Finding
     from flexmasks.asking.check import Findings as Findings
     from flexmasks.asking.check import check as check
@@ -65,7 +68,7 @@ __all__ = [
     "sdpa", "sdpa_replaced",
     "weights", "TopKeys", "key_sums",
     "plan", "Plan", "invariant", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
-    "compare", "Comparison", "check", "Finding", "Findings", "Proof", "watch",
+    "compare", "Comparison", "check", "Finding", "Findings", "Proof", "watch", "alike", "Likeness", "Likenesses",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -76,10 +79,13 @@ _MODULES = {
     "Comparison": "flexmasks.asking.compare",
     "Finding": "flexmasks.asking.check",
     "Findings": "flexmasks.asking.check",
+    "Likeness": "flexmasks.asking.alike",
+    "Likenesses": "flexmasks.asking.alike",
     "Picture": "flexmasks.pictures.picture",
     "Plan": "flexmasks.planning",
     "Proof": "flexmasks.asking.proofs",
     "TopKeys": "flexmasks.weighing",
+    "alike": "flexmasks.asking.alike",
     "check": "flexmasks.asking.check",
     "compare": "flexmasks.asking.compare",
     "draw": "flexmasks.pictures.show",

@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
             demo()
         elif arguments.command == "list":
-            print(tables(arguments.long))
+            if arguments.given and not arguments.like:
+                parser.error("--with gives values to the text of --like")
+            print(_like(arguments) if arguments.like else tables(arguments.long))
         elif arguments.command == "bench":
             _bench(parser, arguments, _parameters(rest))
         elif arguments.command == "check":
@@ -86,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")
     list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
     list_parser.add_argument("--long", action="store_true", help="also list parameters, sources and names in libraries")
+    does = (
+        "only what is most like this: the text of a function (b, h, q, kv), or of one that makes such a function or a "
+        "dense mask, - for a text on stdin, module:name of one, or a name or words of another library. The function "
+        "runs in this process, and is compared with every mask and with combinations of them"
+    )
+    list_parser.add_argument("--like", metavar="TEXT", help=does)
+    does = "a value that the text leaves open, such as window=128; others are made up; may be repeated"
+    list_parser.add_argument("--with", dest="given", metavar="NAME=VALUE", type=_given, action="append", help=does)
     _add_show_arguments(_add_command(commands, "show", "draw a mask or a score, and print its documentation", parent))
     does = "say what is wrong with a mask, and exit with 1 if something is"
     _add_check_arguments(_add_command(commands, "check", does, parent))
@@ -197,6 +207,33 @@ def tables(long: bool = False) -> str:
         for (kind, _), part in zip(listed, rows, strict=True)
     )
     return text if long else f"{text}\n\n{_HINT}"
+
+
+def _like(arguments: argparse.Namespace) -> str:
+    from flexmasks import alike
+    from flexmasks.asking.named import entries_like
+
+    text = sys.stdin.read() if arguments.like == "-" else arguments.like
+    given = dict(arguments.given or ())
+    if re.fullmatch(r"[\w./\\-]+:[\w.]+", text):
+        return repr(alike(_of_module(text), **given))
+    if not re.fullmatch(r"[\w\s.-]+", text) or re.search(r"\b(lambda|def)\b", text):
+        return repr(alike(text, **given))
+    found = entries_like(text)
+    if not found:
+        raise ValueError(f"flexmasks: nothing is named like {text!r}; paste its function, or see `list --long`.")
+    rows = [(e.kind, e.signature, e.summary, e.peers) for e in found]
+    width = shutil.get_terminal_size((_LONG_LIST, 0)).columns - 6 - len("score")
+    widths = [5, *(max(8, width * part // 12) for part in (3, 4, 5))]
+    headers = ["", "name", "meaning", "in other libraries"]
+    return tabulate(rows, headers=headers, maxcolwidths=widths, break_on_hyphens=False)
+
+
+def _given(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must be a name and a value such as window=128, got {text}")
+    return name, _literal(value)
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given: dict[str, Any]) -> None:

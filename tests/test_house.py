@@ -69,7 +69,7 @@ ON_PUBLIC_NAMES = {
     "asking": ("asking", "pictures"),
     "integrations": ("integrations",),
     "bench": ("bench",),
-    "__main__": ("bench", "pictures"),
+    "__main__": ("asking", "bench", "pictures"),
 }
 THEIR_PACKAGES = {"torch", "numpy", "tabulate", "matplotlib", "transformers", "diffusers", *sys.stdlib_module_names}
 

@@ -124,11 +124,12 @@ def test_the_time_of_the_import() -> None:
 
 
 PUBLIC = [
-    "Comparison", "Finding", "Findings", "Mask", "Picture", "Plan", "Proof", "Score", "TopKeys", "attention",
-    "block_mask", "cache_info", "check", "clear_caches", "compare", "dense_mask", "draw", "explain", "flex", "get_mask",
-    "get_score", "integrations", "invariant", "key_sums", "list_masks", "list_scores", "masked_softmax", "masks",
-    "orders", "packed", "paged", "paged_attention", "plan", "register_mask", "register_score", "safe_globals",
-    "scaled_masked_softmax", "scores", "sdpa", "sdpa_replaced", "show", "trees", "varlen_attention", "watch", "weights",
+    "Comparison", "Finding", "Findings", "Likeness", "Likenesses", "Mask", "Picture", "Plan", "Proof", "Score",
+    "TopKeys", "alike", "attention", "block_mask", "cache_info", "check", "clear_caches", "compare", "dense_mask",
+    "draw", "explain", "flex", "get_mask", "get_score", "integrations", "invariant", "key_sums", "list_masks",
+    "list_scores", "masked_softmax", "masks", "orders", "packed", "paged", "paged_attention", "plan", "register_mask",
+    "register_score", "safe_globals", "scaled_masked_softmax", "scores", "sdpa", "sdpa_replaced", "show", "trees",
+    "varlen_attention", "watch", "weights",
 ]  # fmt: skip
 
 
