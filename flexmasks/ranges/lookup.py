@@ -11,10 +11,8 @@ from torch import Tensor
 from flexmasks.ranges.context import GiveUp, captured_bounds, current_evaluation, index_guard, version_of
 from flexmasks.ranges.members import members_of
 from flexmasks.ranges.operands import as_range, everywhere
-from flexmasks.ranges.reach import IndexReach, extreme_of
+from flexmasks.ranges.reach import NARROW, IndexReach, extreme_of
 from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
-
-_NARROW = (torch.int8, torch.uint8, torch.int16)
 
 
 @rule("getitem")
@@ -86,7 +84,7 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
     else:
-        if values.dtype in _NARROW:  # a table as float64 would take up to eight times its memory
+        if values.dtype in NARROW:
             lo = hi = values.detach()
             limit = float(torch.iinfo(values.dtype).max) + 1
         else:
@@ -97,17 +95,13 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
                 evaluation.reached.append((reach.steps, values, d, 0))
     is_single = all(i.first is i.last for i in reaches)
     if is_single and lo is hi:
-        element = _as_bound(extreme_of(lo, values.ndim, reaches, torch.amin))
+        element = extreme_of(lo, values.ndim, reaches, torch.amin)
         return Range(element, element, values.dtype, limit)
-    greatest = _as_bound(extreme_of(hi, values.ndim, reaches, torch.amax))
-    reached = Range(_as_bound(extreme_of(lo, values.ndim, reaches, torch.amin)), greatest, values.dtype, limit)
+    greatest = extreme_of(hi, values.ndim, reaches, torch.amax)
+    reached = Range(extreme_of(lo, values.ndim, reaches, torch.amin), greatest, values.dtype, limit)
     if not isinstance(values, Range) and lo is hi:
         reached.members = members_of(values, reaches[0].steps)
     return reached
-
-
-def _as_bound(extreme: Tensor) -> Tensor:
-    return extreme.double() if extreme.dtype in _NARROW else extreme
 
 
 def _first_of_same(index: Any, values: Any, d: int) -> Any:

@@ -18,6 +18,7 @@ from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.value import BLOCK_DIMS, Steps
 
 Extreme = Callable[..., Tensor]
+NARROW = (torch.int8, torch.uint8, torch.int16)  # tables of these take up to eight times their memory as float64
 _ALWAYS_LOOKED_UP = 1 << 16  # up to this many elements are looked up one by one, whatever the size of the tensor
 _MAX_LOOKED_UP = 1 << 25  # elements looked up one by one at once
 _MAX_TABLE = 1 << 26  # elements of a table of runs, or of a result
@@ -61,7 +62,7 @@ class IndexReach:
 
 def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Extreme) -> Tensor:
     """The extreme of values[indices] for each block, without the indexed dimensions, which come first among the `ndim`.
-    The dimensions of the blocks may be missing in `values`.
+    The dimensions of the blocks may be missing in `values`. Narrow integers become float64, as other bounds are.
     """
     values = values.reshape(*values.shape[:ndim], *(1,) * (BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
     exact: dict[int, Tensor] = {}
@@ -79,7 +80,8 @@ def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Ex
     values = _extreme_by_ranges(values, ndim, ranges, extreme)
     if exact:
         values = _look_up(values, ndim, exact)
-    return values[(0,) * len(indices)]
+    values = values[(0,) * len(indices)]
+    return values.double() if values.dtype in NARROW else values
 
 
 def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extreme: Extreme) -> Tensor:
