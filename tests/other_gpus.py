@@ -11,7 +11,6 @@ the library's own kernels that hold tiles. The rows are written into recipes/res
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -304,15 +303,15 @@ def main() -> int:
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(rows_of, job): job for job in chosen}
         for n, done in enumerate(as_completed(running), 1):
-            rows: list[Row] = []
-            with contextlib.suppress(Exception):
+            if error := done.exception():
+                says = f"FAILED: {error}"
+            else:
                 rows = done.result()
                 write(rows, given.json)
-            job = running[done]
-            fits = rows and all(row["shared"] <= row["limit"] for row in rows)
-            is_good &= bool(fits)
-            says = "fits" if fits else f"FAILED: {done.exception()}" if done.exception() else "DOES NOT FIT"
-            print(f"{n}/{len(chosen)} {' '.join(map(str, job))}: {says}", flush=True)
+                fits = all(row["shared"] <= row["limit"] for row in rows)
+                says = "DOES NOT FIT" if not fits else "fits" if rows else "there is no kernel"
+            is_good &= says in ("fits", "there is no kernel")
+            print(f"{n}/{len(chosen)} {' '.join(map(str, running[done]))}: {says}", flush=True)
     return 0 if is_good else 1
 
 
