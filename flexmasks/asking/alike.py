@@ -28,8 +28,9 @@ from flexmasks.extend import (
 
 _CALL = "flexmasks.alike"
 _PAIRS = 4096  # on which candidates are compared at first
+_CHANGES = ("{} - 1", "{} // 2", "2 * {} + 1", "{} + 1", "2 * {}", "-{}", "1 - {}")
 _MOST = 300  # choices of a mask's parameters
-_MOST_OF_ONE = (40, 12, 6, 4)  # and of each without a default, if there are one, two, three or more
+_MOST_OF_ONE = (40, 14, 6, 4)  # and of each without a default, if there are one, two, three or more
 _MOST_COMBINED = 128  # of the nearest, and of the cheapest candidates
 _MOST_PAIRS = 1 << 25  # that are compared exactly; of longer masks these are of the last queries
 _LENGTHS = (16, 37, 64, 128)
@@ -108,7 +109,7 @@ def alike(function: str | Callable[..., Any] | Tensor, /, **names: Any) -> Liken
 
     Example:
         >>> import flexmasks
-        >>> flexmasks.alike("lambda b, h, q, kv: (q >= kv) & (q - kv < window)")[0]
+        >>> print(flexmasks.alike("lambda b, h, q, kv: (q >= kv) & (q - kv < window)")[0])
         sliding_window(window=window - 1): the same, proved for all lengths
     """
     best: list[Likeness] = []
@@ -138,7 +139,7 @@ def _like(given: Pasted) -> list[Likeness]:
     facts = _Facts.of(given)
     if not isinstance(function, Tensor | Mask) and (isinstance(function, Score) or _positions(function) == 5):
         with saying(given.made_up):
-            hides = _hidden_by(get_score(function), given.length)
+            hides = _hidden_by(get_score(function))
         if hides is None:
             return _scores_like(get_score(function), facts, given.length)
         function = hides
@@ -149,7 +150,8 @@ def _like(given: Pasted) -> list[Likeness]:
         raise TypeError(f"{_CALL}: a mask function returns booleans, this one {str(dtype).removeprefix('torch.')}.")
     shows: Callable[..., Tensor] = mask if isinstance(function, Mask | Tensor) else torch.vmap(mask)  # as torch does
     reach = [n for tensor in facts.tensors if (n := tensor.value.shape[-1]) <= LONGEST]
-    most = max(given.length, length_for(facts.own), *reach, 0)
+    lengths = (given.length, given.length // 2)  # which a text may name
+    most = max(given.length, length_for(n for n in facts.own if n not in lengths), *reach, 0)
     # A function of a canvas is one of all its pixels only.
     sides = sorted({n for n in facts.own if type(n) is int and n > 2})
     canvases = [a * b for a, b in itertools.combinations_with_replacement(sides, 2) if most != a * b <= most]
@@ -199,6 +201,8 @@ class _Facts(NamedTuple):
         for name, value in names.items():
             if isinstance(value, Tensor):
                 tensors.append(_Value(value, name))
+                if value.ndim == 3:  # for all batch elements
+                    tensors.append(_Value(value[None], f"{name}[None]", _DERIVED))
                 if value.ndim == 1 and len(value) <= _MOST_LENGTHS and _kind_of(value) == "int":
                     tensors += [_Value(value + n, f"{name} {'+-'[n < 0]} 1", _DERIVED) for n in (1, -1)]
             elif type(value) in (int, float):
@@ -206,12 +210,12 @@ class _Facts(NamedTuple):
         for value in (*sorted(literals - {0, 1}, reverse=True), 0, 1):
             numbers.setdefault(value, _Value(value, repr(value), 0.0 if value in literals else _NOT_ITS_OWN))
         own = [n for n in numbers if n not in (0, 1)]
-        for change in ("{} - 1", "{} // 2", "{} + 1", "2 * {}", "-{}", "1 - {}"):
+        for change in _CHANGES:
             for number in own:
-                other = eval(change.format(f"({number})"))  # one of the six changes
+                other = eval(change.format(f"({number})"))  # one of `_CHANGES`
                 text = numbers[number].text
                 text = change.format(text) if text.isidentifier() else repr(other)
-                numbers.setdefault(other, _Value(other, text, _DERIVED))
+                numbers.setdefault(other, _Value(other, text, _NOT_ITS_OWN if other < 0 else _DERIVED))
         return cls(own, list(numbers.values()), tensors)
 
 
@@ -370,15 +374,26 @@ def _masks_like(
     share = (rows & wanted).sum(1) / (rows | wanted).sum(1).clamp(min=1)
     order = sorted(range(len(found)), key=lambda n: (-float(share[n]), found[n].cost))
     nearest = [groups[n] for n in order]
-    if not having and not torch.equal(rows[order[0]], wanted):
-        nearest.insert(0, sorted(_combined(found, rows, wanted), key=lambda c: c.cost)[:1])
+    best = found[order[0]]
+    is_same = torch.equal(rows[order[0]], wanted)
+    joined: list[_Candidate] = []
+    if not having and (best.has_tensors or not is_same):  # a mask of tensors may be the same for these values only
+        joined = sorted(_combined(found, rows, wanted), key=lambda c: c.cost)[:1]
+        joined = [c for c in joined if not is_same or c.cost <= best.cost + 1]
+        nearest.insert(0, joined)
     sizes = {"batch": batch, "heads": heads}
     compared = (
         one
         for own in nearest
         if (one := next((one for c in own if (one := _compared(c, mask, length, sizes))), None)) is not None
     )
-    return sorted(itertools.islice(compared, _SHOWN), key=lambda one: -one.equal)
+    results = sorted(itertools.islice(compared, _SHOWN + 1), key=lambda one: (not one.equal, not one.proved))
+    # A combination comes before one mask that is the same for these tensors only.
+    first, second = (*results, None, None)[:2]
+    both = bool(first and second and joined and first.written == joined[0].text and second.equal)
+    if both and first.proved == second.proved and _proved(first.mask, second.mask) is not False:
+        results[:2] = second, first
+    return results[:_SHOWN]
 
 
 def _largest(works: Callable[[int], bool], most: int) -> int:
@@ -418,13 +433,17 @@ def _compared(candidate: _Candidate, mask: Mask, length: int, sizes: dict[str, A
         lengths.append(n)
         equal, first = equal and found.equal, first or _moved(found.first, n - queries)
         share = 1 - (found.only_a + found.only_b) / (queries * n * sizes["batch"] * sizes["heads"])
-    proved = None
-    if equal:
-        with contextlib.suppress(*_FAILS, ImportError):  # no solver is installed, or none can read the function
-            proved = compare(mask, candidate.made, lengths="all").equal
+    proved = _proved(mask, candidate.made) if equal else None
     if proved is False and (candidate.has_tensors or flatten(mask)[1].tensors):  # which stand for any in a proof
         proved = None
     return Likeness(candidate.made, candidate.text, proved is not False and equal, share, tuple(lengths), proved, first)
+
+
+def _proved(a: Any, b: Any) -> bool | None:
+    """Return whether masks are the same at all lengths, or None if no solver is installed, or none can read them."""
+    with contextlib.suppress(*_FAILS, ImportError):
+        return compare(a, b, lengths="all").equal
+    return None
 
 
 def _moved(pair: Pair | None, start: int) -> Pair | None:
@@ -447,7 +466,7 @@ def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iter
     for operator, other, shown, target in (("&", "|", rows, wanted), ("|", "&", ~rows, ~wanted)):  # a | b is ~(~a & ~b)
         if chosen := _together(shown, target, costs):
             yield joined(operator, chosen)
-        around = ((shown | ~target).all(1) & ~shown.all(1)).nonzero().flatten()
+        around = ((shown | ~target).all(1) & ~shown.all(1) & (shown & ~target).any(1)).nonzero().flatten()
         for one in around[(shown[around] & ~target).sum(1).argsort()[:12]].tolist():
             left = shown[one]  # the pairs that the others still decide
             if chosen := _together(~shown[:, left], ~target[left], costs):
@@ -456,7 +475,7 @@ def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iter
 
 def _together(shown: Tensor, target: Tensor, costs: Tensor) -> Sequence[int]:
     """Return the cheapest two rows, or else three, that show the target where all of them show it; or nothing."""
-    rows = ((shown | ~target).all(1) & ~shown.all(1)).nonzero().flatten()
+    rows = ((shown | ~target).all(1) & ~shown.all(1) & (shown & ~target).any(1)).nonzero().flatten()
     nearest = rows[shown[rows].sum(1).argsort()[:_MOST_COMBINED]]
     rows = torch.cat([nearest, rows[costs[rows].argsort(stable=True)[:_MOST_COMBINED]]]).unique()
     count = len(rows)
@@ -487,9 +506,9 @@ def _grid(score: Score, **sizes: int) -> tuple[Tensor, Tensor]:
     return scores, over.changed(scores, torch.arange(sizes["batch"]), torch.arange(sizes["heads"]), q, kv)
 
 
-def _hidden_by(score: Score, length: int) -> Callable[..., Tensor] | None:
+def _hidden_by(score: Score) -> Callable[..., Tensor] | None:
     """Return the mask of a score function that only hides pairs, or None for another one."""
-    scores, changed = _grid(score, q_len=length, batch=1, heads=1)
+    scores, changed = _grid(score, q_len=_LENGTHS[-1], batch=1, heads=1)
     hidden = changed == -torch.inf
     if not hidden.any() or not torch.equal(changed[~hidden], scores[~hidden]):
         return None
@@ -497,14 +516,15 @@ def _hidden_by(score: Score, length: int) -> Callable[..., Tensor] | None:
 
 
 def _scores_like(score: Score, facts: _Facts, length: int) -> list[Likeness]:
-    def works(b: int) -> bool:
+    def works(*indices: int) -> bool:
         try:
-            score(torch.zeros(()), *map(torch.tensor, (b, 0, 0, 0)))
+            score(torch.zeros(()), *map(torch.tensor, indices))
         except _FAILS:
             return False
         return True
 
-    batch = _largest(works, 65) % 65  # 0 if there is no tensor of batch elements
+    length = _largest(lambda n: works(0, 0, n, 0) and works(0, 0, 0, n), length)
+    batch = _largest(lambda n: works(n, 0, 0, 0), 65) % 65  # 0 if there is no tensor of batch elements
     results: dict[str, Likeness] = {}
     for heads in dict.fromkeys((_MOST_HEADS, *(n for n in facts.own if type(n) is int and 1 < n <= 64))):
         sizes = {"q_len": length, "batch": max(1, batch), "heads": heads}

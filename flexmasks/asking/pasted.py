@@ -123,13 +123,16 @@ def saying(made_up: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Plain(ast.NodeTransformer):
-    """Drops decorators, `self` and bare annotations, and makes names of attributes such as `self.config.window`."""
+    """Drops classes around methods, decorators and bare annotations, and makes names of `self.config.window`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list = []
         if node.args.args and node.args.args[0].arg in ("self", "cls"):
             del node.args.args[0]
         return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> list[Any]:
+        return [self.visit(method) for method in node.body if isinstance(method, ast.FunctionDef)]
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         return None if node.value is None else self.generic_visit(node)
@@ -261,6 +264,7 @@ class _Values:
         """Make a tensor: of biases, lengths of batch elements, flags, ends of spans, or numbers of documents."""
         dims: list[str] = []
         is_flag, is_end = True, False
+        is_start = any(re.search("prefix|start|left", use.id) for use in uses)
         for use in uses:
             node, own = use, []
             while isinstance(outer := self._parents.get(node), ast.Subscript) and outer.value is node:
@@ -275,11 +279,12 @@ class _Values:
                 others = [side for side in (beside.left, *beside.comparators) if isinstance(side, ast.Name)]
                 is_end |= any(self._roles.get(side.id) in ("q", "kv") for side in others)
         length = self.length
-        random = torch.rand([{"b": _BATCH, "h": _HEADS, "s": length}[d] for d in dims], generator=self._generator)
+        sizes = {"b": _BATCH, "h": _HEADS, "s": length}
+        random = torch.rand([sizes.get(d) or int(d) for d in dims], generator=self._generator)
         if self._of_score:
             return random
         if "s" not in dims:
-            return (length * (1 + random) / 2).long()
+            return (length * (1 + random) / (8 if is_start else 2)).long()
         if is_flag:
             return random < (0.15 if dims.count("s") == 1 else 0.5)
         if is_end:
@@ -288,4 +293,7 @@ class _Values:
 
     def _dimension(self, index: ast.AST) -> str:
         roles = {self._roles[n.id] for n in ast.walk(index) if isinstance(n, ast.Name) and n.id in self._roles}
+        if roles == {"q", "kv"}:  # a distance, from the middle
+            middle = [n.value for n in ast.walk(index) if isinstance(n, ast.Constant) and type(n.value) is int]
+            return str(2 * max([*middle, 0]) + 1 if middle else 2 * self.length - 1)
         return roles.pop() if roles in ({"b"}, {"h"}) else "s"

@@ -94,6 +94,9 @@ FOUND = {
     _DENSE: "sliding_window(window=window - 1)",
     "lambda b, h, q, kv: (kv <= q) & ((q - kv < 1024) | (kv < 4))": "sink_window(sinks=4, window=1023)",
     "lambda b, h, q, k: (k // 16 <= q // 16) & (q // 16 - k // 16 <= 4)": "block_window(chunk=16, left=4, right=0)",
+    "lambda b, h, m, n: torch.abs(m - n) < 64": "local(left=63, right=63)",
+    "lambda b, h, q, kv: (q.clamp(3, L - 4) - kv).abs() <= 3": "natten1d(length=L, kernel=7)",
+    "lambda b, h, q, kv: layout[h, q // 16, kv // 16]": "block_sparse(visible_blocks=layout[None], block=16)",
     "lambda b, h, q, kv: level[q] >= level[kv]": "block_causal(ids=level)",
     "lambda b, h, q, kv: (q >= kv) & (kv < lens[b]) & (q < lens[b])": "grouped_tril(seq_lens=lens)",
     "lambda b, h, q, kv: (kv <= prefix[b]) | (kv <= q)": "prefix_lm(prefix_len=prefix + 1)",
@@ -110,6 +113,7 @@ FOUND = {
     "lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0)": "softcap(cap=30.0)",
     "lambda score, b, h, q, kv: score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / H))": "alibi()",
     "lambda score, b, h, q, kv: score + bias[b, h, q, kv]": "dense_bias(bias=bias)",
+    "lambda score, b, h, q, kv: score + rel[h, kv - q + 128]": "relative_bias(table=rel)",
 }
 _SLOW = {_NATTEN: "natten(height=canvas_h, width=canvas_w, kernel=kernel_w)"}
 _AT_ONCE = 4  # the others take turns
@@ -146,6 +150,14 @@ def test_what_is_found_is_the_function() -> None:
     assert second.share == pytest.approx(1 - differs.float().mean().item())
     assert second.first is not None
     assert bool(differs[second.first])
+
+
+def test_documents_are_not_taken_for_masks_that_are_the_same_for_some_ids() -> None:
+    ids = torch.arange(200) // 30
+    first, second = flexmasks.alike(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]))[:2]
+    assert first.written == "causal() & document(document_ids=ids)"
+    assert second.written == "causal_blockwise(block_ids=ids)"  # which has another meaning for negative ids
+    assert second.equal
 
 
 def test_a_dense_mask_is_looked_up() -> None:
