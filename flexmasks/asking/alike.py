@@ -389,10 +389,10 @@ def _masks_like(
     )
     results = sorted(itertools.islice(compared, _SHOWN + 1), key=lambda one: (not one.equal, not one.proved))
     # A combination comes before one mask that is the same for these tensors only.
-    first, second = (*results, None, None)[:2]
-    both = bool(first and second and joined and first.written == joined[0].text and second.equal)
-    if both and first.proved == second.proved and _proved(first.mask, second.mask) is not False:
-        results[:2] = second, first
+    if joined and len(results) > 1 and results[0].written == joined[0].text and results[1].equal:
+        first, second = results[:2]
+        is_one_mask = first.proved == second.proved and _proved(first.mask, second.mask) is not False
+        results[:2] = (second, first) if is_one_mask else (first, second)
     return results[:_SHOWN]
 
 
