@@ -38,7 +38,7 @@ def _prepare(
 
 def _is_flat(indices: Tensor, size: Size) -> bool:
     """Whether there is a row for each query of each batch element."""
-    return indices.ndim == 3 and size.batch > 1 and not size.at_most and len(indices) == size.batch * size.q_len
+    return indices.ndim == 3 and size.batch > 1 and "Q" not in size.at_most and len(indices) == size.batch * size.q_len
 
 
 def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:

@@ -126,6 +126,17 @@ def test_blocks_of_chosen_entries_are_exact(granularity: int) -> None:
     assert 0 < int(full.sum()) < int((counts + full).sum()) < 36
 
 
+@pytest.mark.parametrize("backend", ["short", "reference"])
+def test_rows_of_chosen_keys_of_each_batch_element_start_where_queries_do(backend: str) -> None:
+    q, k, v = (torch.randn(2, 1, n, 16, requires_grad=True) for n in (17, 50, 50))
+    for starts in (torch.tensor([20, 4]), torch.tensor([33, 0])):
+        indices = torch.randint(-1, 50, (2 * 17, 1, 4), dtype=torch.int32)
+        out = flexmasks.attention(q, k, v, mask="topk", indices=indices, q_offset=starts, backend=backend)
+        chosen = torch.zeros(2 * 17, 51, dtype=torch.bool).scatter_(1, indices[:, 0].long() % 51, True)  # -1 is last
+        visible = chosen[:, :50].view(2, 1, 17, 50)
+        torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, visible))
+
+
 def test_plans_of_chosen_keys_hold_no_table_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["flexmasks.masks.topk"], "_ENTRIES_AT_ONCE", 1 << 14)
     sizes: dict[str, int] = {}
