@@ -39,6 +39,7 @@ class _Look(NamedTuple):
 
 
 _LOOKS: Part[_Look] = Part(PLANS, "tensors of pairs")
+_SEEN: Part[bool] = Part(PLANS, "tensors of pairs that were seen")
 _SAMPLES: Part[float] = Part(PLANS, "some queries of tensors of pairs")
 # By layout the last small table that was looked at: layers make equal ones, each of its own. They then share all plans.
 _LATEST: Part[tuple[Tensor, _Look]] = Part(PLANS, "last tensors of pairs")
@@ -106,6 +107,15 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
     if look.adds and learns:
         score = get_score("dense_bias", bias=_added(_as_table(pairs, sizes, of_keys, dtype), look.averaged))
     return MaskAndScore(look.mask, score, look.visible_blocks)
+
+
+def was_seen(pairs: Tensor) -> bool:
+    """Return whether this was asked of the tensor before, and it has not changed."""
+    owner, layout = _owner_and_layout(pairs)
+    if _SEEN.get(layout, [owner]) is not None:
+        return True
+    _SEEN.put(layout, [owner], True, ENTRY)
+    return False
 
 
 def least_visible_blocks(pairs: Tensor, sizes: Sequence[int]) -> float:

@@ -115,6 +115,19 @@ def test_a_mask_is_used_as_what_it_says(taken: list[dict[str, Any]]) -> None:
     assert (out[:, :, 4] == 0).all()
 
 
+def test_numbers_of_each_head_are_looked_at_when_they_come_again(taken: list[dict[str, Any]]) -> None:
+    q, k, v = qkv(2, 4, 20, 16)
+    added = torch.randn(2, 4, 20, 20).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -math.inf)
+    want = TORCHS(q, k, v, added)
+    for who in ("torch", "causal", "causal"):
+        torch.testing.assert_close(flexmasks.sdpa(q, k, v, added), want)
+        mask = taken[-1]["mask"]
+        assert who == (mask if isinstance(mask, str) else mask.name)
+    added[:, :, :, 5] += 1.0  # in place
+    flexmasks.sdpa(q, k, v, added)
+    assert taken[-1]["mask"] == "torch"
+
+
 OPTIONS = {"dropout_p": 0.0, "scale": None, "enable_gqa": False}
 
 
