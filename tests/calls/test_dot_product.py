@@ -420,7 +420,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     masks = {
         "window": window, "padding": padding, "all": padding | True, "causal": place[:, None] >= place,
         "bias": bias, "bias in a window": bias.masked_fill(~window, -math.inf),
-        "lowest": torch.zeros_like(bias).masked_fill(~window | (place[:, None] < 3), torch.finfo(dtype).min),
+        "lowest": torch.zeros_like(bias[:, :1]).masked_fill(~window | (place[:, None] < 3), torch.finfo(dtype).min),
         "sees nothing": window & (place[:, None] > 10),
         "learned": bias.masked_fill(~window, -math.inf).requires_grad_(),
     }  # fmt: skip
