@@ -164,7 +164,7 @@ def test_more_documents_than_the_first_are_found_out() -> None:
         if len(lens) <= 2:
             list(map(Look.confirm, looks))
     assert len({*slots}) == 1
-    with pytest.raises(Unfit, match="2 documents in a row at most"):
+    with pytest.raises(Unfit, match="at most 2 documents in a row"):
         list(map(Look.confirm, looks))
 
 

@@ -57,7 +57,7 @@ KERNELS_ON = "cpu" if INTERPRETED else "cuda"
 def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Let the interpreter run the kernels on a CPU, and fail if the kernels fail."""
     if INTERPRETED:
-        monkeypatch.setattr(direct, "on_gpu", lambda device: True)
+        monkeypatch.setattr(direct, "runs_own_kernels", lambda device: True)
     failures: list[str] = []
     monkeypatch.setattr(sinks, "_failures", failures)
     yield failures
