@@ -144,8 +144,8 @@ def _share_of_some(rows: Tensor) -> float:
         adds = ((rows != 0) & visible).any()
     first = torch.arange(rows.shape[2], device=rows.device)[:, None] * _BLOCK
     is_causal = (visible == (first >= torch.arange(rows.shape[3], device=rows.device))).all()
-    by_blocks = torch.nn.functional.pad(visible, (0, -visible.shape[3] % _BLOCK)).unflatten(3, (-1, _BLOCK)).any(-1)
-    return float(torch.where((visible.all() | is_causal) & ~adds, 0.0, by_blocks.float().mean()))
+    share = _any_in_blocks(visible, 3).float().mean()
+    return float(torch.where((visible.all() | is_causal) & ~adds, 0.0, share))
 
 
 def _owner_and_layout(pairs: Tensor) -> tuple[Tensor, Hashable]:
@@ -240,9 +240,14 @@ def _looked(table: Tensor, sizes: Sequence[int], learns: bool) -> _Look:
 
 
 def _share_of_blocks(visible: Tensor) -> Tensor:
-    for dim in (3, 2):
-        missing = -visible.shape[dim] % _BLOCK
-        if visible.shape[dim] > 1:
-            visible = torch.nn.functional.pad(visible, (0, missing) if dim == 3 else (0, 0, 0, missing))
-            visible = visible.unflatten(dim, (-1, _BLOCK)).any(dim + 1)
-    return visible.float().mean()
+    return _any_in_blocks(_any_in_blocks(visible, 3), 2).float().mean()
+
+
+def _any_in_blocks(visible: Tensor, dim: int) -> Tensor:
+    """Whether blocks of queries, dimension 2, or of keys, 3, have a visible one. One that stands for all is its own."""
+    if visible.shape[dim] <= 1:
+        return visible
+    missing = -visible.shape[dim] % _BLOCK
+    visible = torch.nn.functional.pad(visible, (0, missing) if dim == 3 else (0, 0, 0, missing))
+    blocks: Tensor = visible.unflatten(dim, (-1, _BLOCK))
+    return blocks.any(dim + 1)
