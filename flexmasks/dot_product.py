@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from flexmasks.context import is_capturing, is_invariant, is_traced_or_transform
 from flexmasks.plans.held import HeldPlan
 from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.pairs import least_visible_blocks, mask_and_score, was_seen
+from flexmasks.spec.pairs import read_pairs
 
 if TYPE_CHECKING:
     from flexmasks.compat import BlockMask
@@ -31,7 +30,6 @@ _FEWEST_PAIRS = {"cuda": 1 << 20, "cpu": 1 << 20}
 _FEWEST_PAIRS_TO_COMPILE = 1 << 22
 # The largest share of blocks with visible pairs at which skipping the others pays.
 _MOST_BLOCKS = {"cuda": 0.9, "cpu": 0.5}
-_LARGEST_SHARE = 0.25  # of a call's pairs, for which a tensor has numbers of its own, that are looked at at once
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -111,11 +109,10 @@ def sdpa(
     device, sizes = query.device.type, (*q.shape[:3], k.shape[2])
     # With dropout a call of `attention` takes twice its time.
     most = _MOST_BLOCKS.get(device, 1.0) / (2 if dropout_p else 1)
-    # A look at numbers for each head takes longer than a call, so that it pays for tensors that come again.
-    is_large = pairs.is_floating_point() and pairs.numel() > _LARGEST_SHARE * math.prod(sizes)
-    if not must_be_ours and ((is_large and not was_seen(pairs)) or least_visible_blocks(pairs, sizes) > most):
+    found = read_pairs(pairs, sizes, most=None if must_be_ours else most)
+    if found is None:
         return _torchs(query, key, value, attn_mask, **options)
-    mask, score, visible_blocks = mask_and_score(pairs, sizes)
+    mask, score, visible_blocks = found
     name = None if mask is None else mask.name
     # torch masks causal scores before it scales them: a negative scale would turn -inf into inf.
     if score is None and name in (None, "causal") and (scale is None or scale > 0) and not must_be_ours:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from flexmasks.spec.parameters import can_be_read, describe, is_dense
 from flexmasks.spec.values import Mask, Score
 
 _BLOCK = 128
+_LARGE = 0.25  # of a call's pairs: the share for which a large tensor has numbers of its own
 
 
 class MaskAndScore(NamedTuple):
@@ -38,9 +40,15 @@ class _Look(NamedTuple):
     score: Score | None  # of a tensor that does not learn
 
 
-_LOOKS: Part[_Look] = Part(PLANS, "tensors of pairs")
-_SEEN: Part[bool] = Part(PLANS, "tensors of pairs that were seen")
-_SAMPLES: Part[float] = Part(PLANS, "some queries of tensors of pairs")
+@dataclass(slots=True)
+class _Known:
+    """What has been read of a tensor so far, for calls of some sizes."""
+
+    least: float | None = None  # see `least_visible_blocks`
+    look: _Look | None = None
+
+
+_KNOWN: Part[_Known] = Part(PLANS, "tensors of pairs")
 # By layout the last small table that was looked at: layers make equal ones, each of its own. They then share all plans.
 _LATEST: Part[tuple[Tensor, _Look]] = Part(PLANS, "last tensors of pairs")
 _MOST_COMPARED = 1 << 20  # bytes of a table, which a GPU compares in no more time than it takes to read a value
@@ -85,53 +93,61 @@ def mask_and_score(pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False
         causal()
     """
     _check(pairs, sizes, of_keys)
-    cast_to = None if pairs.dtype in (torch.bool, torch.float64) else autocast_dtype(pairs.device)
-    dtype = cast_to or pairs.dtype
+    dtype = _dtype_of(pairs)
     if math.prod(sizes) == 0:
         return MaskAndScore(None, None)
-    learns = pairs.requires_grad
     if is_traced_or_transformed() or not can_be_read(pairs) or is_capturing(pairs.device):
         table = _as_table(pairs, sizes, of_keys, dtype)
         visible, averaged = _visible(table)
         score = None if averaged is None else get_score("dense_bias", bias=_added(table, averaged))
         return MaskAndScore(_mask(visible, sizes), score)
-    owner, layout = _owner_and_layout(pairs)
+    return cast(MaskAndScore, read_pairs(pairs, sizes, of_keys=of_keys))
+
+
+def read_pairs(
+    pairs: Tensor, sizes: Sequence[int], *, of_keys: bool = False, most: float | None = None
+) -> MaskAndScore | None:
+    """Return what `mask_and_score` does for a tensor that fits and can be read.
+
+    most: the largest share of blocks with a visible pair that is of use, None for any. The result is None if a quick
+        look tells that more have one, and for a large tensor of numbers that comes for the first time: reading it takes
+        longer than a call, so that it pays for tensors that come again.
+    """
+    dtype, learns = _dtype_of(pairs), pairs.requires_grad
+    base = compat.base(pairs)  # layers often make views anew of the tensor that they share
+    owner = [pairs if base is None else base]
+    layout = pairs.shape, pairs.stride(), pairs.storage_offset(), pairs.dtype
     key = layout, tuple(sizes), of_keys, dtype, learns
-    look = _LOOKS.get(key, [owner])
+    known = _KNOWN.get(key, owner)
+    if known is None:
+        known = _Known()
+        _KNOWN.put(key, owner, known, ENTRY)
+        if most is not None and pairs.is_floating_point() and pairs.numel() > _LARGE * math.prod(sizes):
+            return None
+    if most is not None:
+        if known.least is None:
+            known.least = least_visible_blocks(pairs, sizes)
+        if known.least > most:
+            return None
+    look = known.look
     if look is None:
-        with torch.no_grad(), torch.inference_mode(False):  # tensors of inference mode have no versions
-            look = _look(_as_table(pairs.detach(), sizes, of_keys, dtype), sizes, learns, key)
+        with torch.no_grad(), torch.inference_mode(False):
+            look = known.look = _look(_as_table(pairs.detach(), sizes, of_keys, dtype), sizes, learns, key)
         made = 0 if look.averaged is None else 2 * look.averaged.nbytes
-        _LOOKS.put(key, [owner], look, ENTRY + made + (pairs.numel() if pairs.is_floating_point() else 0))
+        _KNOWN.put(key, owner, known, ENTRY + made + (pairs.numel() if pairs.is_floating_point() else 0))
     score = look.score
     if look.adds and learns:
         score = get_score("dense_bias", bias=_added(_as_table(pairs, sizes, of_keys, dtype), look.averaged))
     return MaskAndScore(look.mask, score, look.visible_blocks)
 
 
-def was_seen(pairs: Tensor) -> bool:
-    """Return whether this was asked of the tensor before, and it has not changed."""
-    owner, layout = _owner_and_layout(pairs)
-    if _SEEN.get(layout, [owner]) is not None:
-        return True
-    _SEEN.put(layout, [owner], True, ENTRY)
-    return False
-
-
 def least_visible_blocks(pairs: Tensor, sizes: Sequence[int]) -> float:
     """Return a number below `visible_blocks`, or equal to it, by one query of each block: a hundredth of the work.
 
     It is 0.0 for a tensor that may show all or be causal, and adds nothing, and where one query stands for all.
-    Arguments are those of `mask_and_score`, for a tensor that can be read.
     """
-    owner, layout = _owner_and_layout(pairs)
-    key = layout, tuple(sizes)
-    share = _SAMPLES.get(key, [owner])
-    if share is None:
-        with torch.no_grad(), torch.inference_mode(False):
-            share = _share_of_some(_as_table(pairs.detach(), sizes, False, pairs.dtype)[:, :, ::_BLOCK])
-        _SAMPLES.put(key, [owner], share, ENTRY)
-    return share
+    with torch.no_grad(), torch.inference_mode(False):  # tensors of inference mode have no versions
+        return _share_of_some(_as_table(pairs.detach(), sizes, False, pairs.dtype)[:, :, ::_BLOCK])
 
 
 def _share_of_some(rows: Tensor) -> float:
@@ -148,10 +164,10 @@ def _share_of_some(rows: Tensor) -> float:
     return float(torch.where((visible.all() | is_causal) & ~adds, 0.0, share))
 
 
-def _owner_and_layout(pairs: Tensor) -> tuple[Tensor, Hashable]:
-    """The tensor that a view is of, and which view: layers often make views anew of the tensor that they share."""
-    owner = compat.base(pairs)
-    return pairs if owner is None else owner, (*pairs.shape, pairs.storage_offset(), *pairs.stride(), pairs.dtype)
+def _dtype_of(pairs: Tensor) -> torch.dtype:
+    """The dtype in which SDPA reads a tensor."""
+    keeps = pairs.dtype in (torch.bool, torch.float64)
+    return pairs.dtype if keeps else autocast_dtype(pairs.device) or pairs.dtype
 
 
 def _check(pairs: Any, sizes: Sequence[int], of_keys: bool) -> None:

@@ -21,6 +21,7 @@ import flexmasks
 from flexmasks import dot_product
 from flexmasks.backends import short, waiting
 from flexmasks.masks import causal, sliding_window
+from flexmasks.spec import pairs as spec_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TORCHS = F.scaled_dot_product_attention
@@ -163,7 +164,7 @@ def test_torch_keeps_what_flexmasks_does_not_improve(taken: list[dict[str, Any]]
     monkeypatch.setattr(dot_product, "_MOST_BLOCKS", {"cpu": 0.5})
     assert is_torchs(q, k, v, shown)
     with monkeypatch.context() as patched:  # a few of its queries see most blocks, and no more is looked at
-        patched.setattr(dot_product, "mask_and_score", None)
+        patched.setattr(spec_pairs, "_look", None)
         assert is_torchs(*qkv(2, 4, 300, 16), torch.randn(300, 300))
     monkeypatch.setattr(dot_product, "_FEWEST_PAIRS", {"cpu": 1000})
     flexmasks.sdpa(q, k, v, torch.ones(20, 20, dtype=torch.bool))
