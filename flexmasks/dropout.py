@@ -118,14 +118,13 @@ def with_dropout(
     v: Tensor,
     request: Request,
     is_traced: bool = False,
-    at_once: Callable[..., Callable[..., _Results | None] | None] | None = None,
+    at_once: Callable[..., _Results | None] | None = None,
 ) -> _Results:
     """Return output and lse (or None) of a call of which `run` computes those without dropout.
 
     is_traced: whether torch.compile traces the call.
-    at_once: takes q, k, v, `request` without dropout, and the dropout. Returns a function for calls that it can compute
-        in one backward pass, else None. The function takes what drops pairs, and the lse without its gradients, and
-        returns the results, or None if it fails.
+    at_once: takes q, k, v, as much of v as the lse takes, `request` without dropout, and the dropout. Returns the
+        results, or None for a call that it cannot compute in one backward pass.
     """
     dropout, request = request.dropout, request._replace(dropout=None)
     if dropout is None or computes_nothing(q, k, v):
@@ -137,13 +136,9 @@ def with_dropout(
         if dropout.seed.device.type != q.device.type:
             fail(f"`dropout_seed` must be a generator on {q.device}, where q is, got one on {dropout.seed.device}.")
     few = v.detach()[..., :_FEW] if _takes_few_values(q, request) else v.detach()
-    attend_kept = None if at_once is None else at_once(q, k, v, request, dropout)
-    if attend_kept is not None:
-        change = dropout.kept(tuple(q.shape[:3]), k.shape[2], q.device)
-        _, lse = run(q.detach(), k.detach(), few, request._replace(return_lse=True))
-        results = attend_kept(change, lse)
-        if results is not None:
-            return results
+    results = None if at_once is None else at_once(q, k, v, few, request, dropout)
+    if results is not None:
+        return results
     out, of_kept = run(q, k, v, kept_of(q, k, request, dropout))
     _, lse = run(q, k, few, request._replace(return_lse=True))
     out = dropout.rescaled(out, of_kept, lse)

@@ -124,52 +124,64 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, T
 
 
 def _dropout_at_once(
-    q: Tensor, k: Tensor, v: Tensor, request: Request, dropout: Dropout
-) -> Callable[[Score, Tensor], Results | None] | None:
-    """Return what computes the results of a call with dropout in one backward pass, see `with_dropout`.
+    q: Tensor, k: Tensor, v: Tensor, few: Tensor, request: Request, dropout: Dropout
+) -> Results | None:
+    """Return the results of a call with dropout that has one backward pass, or None if it is to have two.
 
     Its kernel gives no lse, and no gradients but those of q, k and v. Where another backend is the fastest for kept
     pairs, that one runs them.
+
+    few: v, or as much of it as the lse takes.
+    request: without dropout.
     """
     context, sinks = Context.now(q.device), request.sink_logits
-    is_plain = not (request.return_lse or request.kernel_options or request.must_be_invariant or context.is_transformed)
+    is_plain = not (request.return_lse or request.kernel_options or request.must_be_invariant)
     is_for_flex = q.device.type in _KINDS_ON and request.backend_name in ("auto", "flex")
-    if not (is_plain and is_for_flex) or (sinks is not None and sinks.requires_grad):
+    if not (is_plain and is_for_flex) or context.is_transformed or context.is_capturing:
         return None
-    request = without_plan(q, k, request)
-    backend = f"{request.backend}, {dropout.dropped} pairs dropped of {dropout.p}"  # another key than that of a call
-    alone = request._replace(backend=backend, sink_logits=None)
-    known, planned = known_call(q, k, v, alone, context), None
-    if known is None or any(t.requires_grad for t in known.tensors) or (known.tensors and context.is_capturing):
+    backend = f"{request.backend}, {dropout.dropped} pairs dropped of {dropout.p}"
+    alone = without_plan(q, k, request)._replace(backend=backend, sink_logits=None)
+    known = known_call(q, k, v, alone, context)
+    if known is None or any(t.requires_grad for t in (*known.tensors, *([] if sinks is None else [sinks]))):
         return None
-    ready = plan_again(q, k, v, alone)
-    if ready is None and context.is_capturing:
-        return None
-    if ready is None:
-        planned = plan_call(q, k, v, alone._replace(backend="auto"), context)
+
+    def fastest(call: Call) -> Kernel:
         of_kept = plan_call(q, k, v, kept_of(q, k, request, dropout._replace(seed=0))).call  # nothing is drawn
         runs_flex = choose(of_kept)[0][0].name == "flex" if request.backend == "auto" else not why_not("flex", of_kept)
-        fast = DropoutKernel(planned.call, dropout.dropped, dropout.p) if runs_flex and dropout.p < 1 else Kernel()
-        ready = fast.ready(Inputs(q, k, v, None, planned.plans))
-        keep(known, Result(q, None, ready), planned)
-    kernel, forms = ready
+        return DropoutKernel(call, dropout.dropped, dropout.p) if runs_flex and dropout.p < 1 else Kernel()
+
+    (kernel, forms), planned = _ready_of_own_key(known, q, k, v, alone, context, fastest)
     if not (isinstance(kernel, DropoutKernel) and kernel.fits):
         return None
+    change = dropout.kept(tuple(q.shape[:3]), k.shape[2], q.device)
+    _, lse = attend(q.detach(), k.detach(), few, request._replace(return_lse=True))
+    ready = Ready(kernel, (*forms, Drawn.of(change, cast(Tensor, lse), dropout.p)))
+    try:
+        inputs = Inputs(q, k, v, None, Plans(None))
+        out, *_ = ready(q, k, v) if planned is None else proven(planned.call, ready, inputs)
+    except Unavailable as error:
+        _log.info("dropout takes two backward passes here: %s", error)
+        kernel.fits = False
+        return None
+    return checkpointing.watched((out, None), lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
 
-    def attend_kept(change: Score, lse: Tensor) -> Results | None:
-        whole = Ready(kernel, (*forms, Drawn.of(change, lse, dropout.p)))
-        try:
-            if planned is None:
-                out = whole(q, k, v).out
-            else:
-                out = proven(planned.call, whole, Inputs(q, k, v, None, planned.plans)).out
-        except Unavailable as error:
-            _log.info("dropout takes two backward passes here: %s", error)
-            kernel.fits = False
-            return None
-        return checkpointing.watched((out, None), lambda: _check_of_tensors(q, k, request))  # type: ignore[return-value]
 
-    return attend_kept
+def _ready_of_own_key(
+    known: Known | None, q: Tensor, k: Tensor, v: Tensor, request: Request, context: Context,
+    kernel: Callable[[Call], Kernel],
+) -> tuple[Ready, Planned | None]:  # fmt: skip
+    """Return what a kernel that is no backend reads of a call, and how it is planned if none of its kind was before.
+
+    request: its `backend` is a name that no backend has, so that caches do not take its calls for others.
+    known: how caches find this request.
+    """
+    ready, planned = plan_again(known), None
+    if ready is None:
+        planned = plan_call(q, k, v, request._replace(backend="auto"), context)
+        ready = kernel(planned.call).ready(Inputs(q, k, v, None, planned.plans))
+        if known is not None and not context.is_capturing:
+            keep(known, Result(q, None, ready), planned)
+    return ready, planned
 
 
 def _by_its_mask(q: Tensor, k: Tensor, request: Request) -> Request:
@@ -291,13 +303,10 @@ def _with_tangents(duals: tangents.Duals, request: Request) -> tuple[Tensor, ...
     q, k, v = duals.qkv
     context = Context.now(q.device)
     for_tangents = request._replace(backend="tangents", sink_logits=None, return_lse=True, kernel_options=None)
-    ready = plan_again(q, k, v, for_tangents)
-    if ready is None:
-        planned = plan_call(q, k, v, for_tangents._replace(backend="auto"), context)
-        ready = tangents.TangentKernel(request.scale, q, k, v).ready(Inputs(q, k, v, None, planned.plans))
-        known = known_call(q, k, v, for_tangents, context)
-        if known is not None and not context.is_capturing:
-            keep(known, Result(q, None, ready), planned)
+    known = known_call(q, k, v, for_tangents, context)
+    ready, _ = _ready_of_own_key(
+        known, q, k, v, for_tangents, context, lambda call: tangents.TangentKernel(call.scale, q, k, v)
+    )
     kernel, (form,) = cast(tangents.TangentKernel, ready.kernel), ready.forms
     by_backend = request.backend != "auto" or request.sink_logits is not None or not kernel.gives_output(q, v, form)
     results: Any = None
@@ -467,9 +476,8 @@ def _launch_of_kind(known: Known, refused: Kernel | None = None) -> Launch | Non
     return None
 
 
-def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Ready | None:
+def plan_again(known: Known | None) -> Ready | None:
     """Do all that a call does before its kernel runs. The result is None if no call of its kind was made before."""
-    known = known_call(q, k, v, request, Context.now(q.device))
     ready = None if known is None else _READY.get(*known)
     launch = None if known is None or ready is not None else _launch_of_kind(known)
     if known is not None and launch is not None:

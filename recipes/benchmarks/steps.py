@@ -43,6 +43,7 @@ from benchmarks.steps_tables import DENSE, OLD, OURS, PLAIN, table
 from flexmasks import road
 from flexmasks.attention import attention, explain, varlen_attention
 from flexmasks.cache import clear_caches
+from flexmasks.context import Context
 from flexmasks.request import Request
 from flexmasks.road import plan_call
 
@@ -79,7 +80,8 @@ class _Planning:
                 attention(q, q, q, mask=documents(self._draws.new()))
             self._is_known = True
         request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
-        if road.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
+        known = road.known_call(q, q, q, request, Context.now(q.device))
+        if road.plan_again(known) is None:  # no earlier plan of its kind can be used
             plan_call(q, q, q, request).call.mask.blocks()
         return ids
 

@@ -31,6 +31,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import Mask, context, get_mask, road
 from flexmasks.blocks.lists import of_block_mask, pairs_shown
+from flexmasks.context import Context
 from flexmasks.plans import mask_plan, sizes
 from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.whole import added_of
@@ -360,11 +361,15 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))
     q = torch.randn(BATCH, HEADS, LENGTH, 32)
     flexmasks.clear_caches()
-    assert road.plan_again(q, q, q, Request(params={}, **NEW["documents"]("cpu"))) is None
+
+    def planned_again(params: dict[str, Any]) -> Any:
+        return road.plan_again(road.known_call(q, q, q, Request(params={}, **params), Context.now(q.device)))
+
+    assert planned_again(NEW["documents"]("cpu")) is None
     for _ in range(2):
         flexmasks.attention(q, q, q, **NEW["documents"]("cpu"))
     params = NEW["documents"]("cpu")
-    replay = road.plan_again(q, q, q, Request(params={}, **params))
+    replay = planned_again(params)
     assert replay is not None
     assert error(replay(q, q, q).out, expected([q, q, q], params, "cpu")) < 1e-5
 
