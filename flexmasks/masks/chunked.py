@@ -2,7 +2,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import Size, at, per_batch, register_mask
+from flexmasks.spec import Size, at, check_one_of_two, per_batch, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Start = Annotated[int | Tensor, "int | int[B]"]
@@ -44,9 +44,7 @@ def _prepare_block_causal(
     ids: Annotated[Tensor | None, "int[S] | int[B, S]"] = None,
     strict: Annotated[bool, "bool"] = False,
 ) -> dict[str, Any]:
-    if (block is None) == (ids is None):
-        given = "neither" if block is None else "both"
-        raise ValueError(f"blocks have one size, `block`, or are told by `ids`: pass one of the two, got {given}.")
+    check_one_of_two(block=block, ids=ids)
     return {"block": 1 if block is None else block, "ids": ids, "strict": strict}
 
 

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, at, check_covers_queries, may_read, register_mask
+from flexmasks.spec import Size, at, check_covers_queries, check_one_of_two, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 
@@ -32,9 +32,7 @@ def _prepare_block_diffusion(
     block_ids: Annotated[Tensor | None, "int[N] | int[B, N]"] = None,
     clean_first: Annotated[bool, "bool"] = False,
 ) -> dict[str, Any]:
-    if (block is None) == (block_ids is None):
-        given = "neither" if block is None else "both"
-        raise ValueError(f"blocks have one size, `block`, or `block_ids` tell them: pass one of the two, got {given}.")
+    check_one_of_two(block=block, block_ids=block_ids)
     if block_ids is not None:
         if block_ids.shape[-1] != length:
             raise ValueError(f"`block_ids` must have a block for each of {length} tokens, got {block_ids.shape[-1]}.")

@@ -25,6 +25,7 @@ from flexmasks.spec.indexing import at_head as at_head
 from flexmasks.spec.indexing import bounded as bounded
 from flexmasks.spec.indexing import check_canvas as check_canvas
 from flexmasks.spec.indexing import check_covers_queries as check_covers_queries
+from flexmasks.spec.indexing import check_one_of_two as check_one_of_two
 from flexmasks.spec.indexing import entries_of_keys as entries_of_keys
 from flexmasks.spec.indexing import first_row as first_row
 from flexmasks.spec.indexing import leading as leading

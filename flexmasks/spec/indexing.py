@@ -102,6 +102,14 @@ def check_covers_queries(name: str, count: int, size: Size | None, what: str = "
         )
 
 
+def check_one_of_two(**given: Any) -> None:
+    """Raise ValueError if neither or both of two parameters are given."""
+    (name, one), (other_name, other) = given.items()
+    if (one is None) == (other is None):
+        got = "neither" if one is None else "both"
+        raise ValueError(f"pass one of the two, `{name}` or `{other_name}`, got {got}.")
+
+
 def entries_of_keys(size: Size | None, name: str, indices: Tensor, tokens: int, reason: str) -> int:
     """Return how many entries of some tokens the keys are, of which parameter `name` has indices.
 

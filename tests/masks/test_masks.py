@@ -521,9 +521,9 @@ def test_blocks_are_decided_by_ranges(name: str) -> None:
 BAD = [
     ("band", {"lower": 1.5, "upper": 2}, TypeError, "`lower` must be int"),
     ("chunked", {"chunk": 0}, ValueError, "`chunk` must be int in 1.."),
-    ("block_causal", {}, ValueError, "pass one of the two, got neither"),
-    ("block_causal", {"block": 4, "ids": [0] * 64}, ValueError, "pass one of the two, got both"),
-    ("block_diffusion", {"length": 32}, ValueError, "pass one of the two, got neither"),
+    ("block_causal", {}, ValueError, "pass one of the two, .* got neither"),
+    ("block_causal", {"block": 4, "ids": [0] * 64}, ValueError, "pass one of the two, .* got both"),
+    ("block_diffusion", {"length": 32}, ValueError, "pass one of the two, .* got neither"),
     ("block_diffusion", {"length": 32, "block_ids": [0] * 31}, ValueError, "each of 32 tokens, got 31"),
     ("block_diffusion", {"length": 31, "block_ids": [0] * 31}, ValueError, "make 62 positions, got 64"),
     ("anchored", {"anchors": [0, 33], "block": 32, "context": 32}, ValueError, "at most 32, .* got 33"),
