@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -417,6 +418,21 @@ def raise_passing_error(error: Exception) -> None:
     passing = passing_error(error)
     if passing is not None:
         raise passing from None
+
+
+@contextlib.contextmanager
+def failures_are_unavailable() -> Iterator[None]:
+    """Raise Unavailable in place of other errors, but for missing memory.
+
+    flash-attn-4 and cuDNN compile at the first call, and raise errors of any type.
+    """
+    try:
+        yield
+    except Unavailable:
+        raise
+    except Exception as error:
+        raise_passing_error(error)
+        raise Unavailable(first_line(error)) from error
 
 
 def proven(call: Call, ready: Ready, inputs: Inputs) -> Result:

@@ -21,9 +21,9 @@ from flexmasks.backends.call import (
     Result,
     Unavailable,
     differentiated_once,
+    failures_are_unavailable,
     first_line,
     proven,
-    raise_passing_error,
 )
 from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.context import is_capturing
@@ -342,13 +342,8 @@ class CudnnKernel(Kernel):
         sizes = f"{tuple(self.shapes[0])}, {str(self.dtype).removeprefix('torch.')}"
         announce_once(f"attention for backend 'cudnn': {sizes}{', gradients' if self.needs_grad else ''}")
         ready = self.ready(inputs)
-        try:
+        with failures_are_unavailable():
             return proven(call, ready, inputs)
-        except Unavailable:
-            raise
-        except Exception as error:  # cuDNN compiles at the first call, and raises errors of any type
-            raise_passing_error(error)
-            raise Unavailable(first_line(error)) from error
 
 
 def _in_layout(x: Tensor) -> Tensor:

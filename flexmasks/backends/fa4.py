@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -19,10 +17,8 @@ from flexmasks.backends.call import (
     Pages,
     Plans,
     Result,
-    Unavailable,
-    first_line,
+    failures_are_unavailable,
     proven,
-    raise_passing_error,
 )
 from flexmasks.devices import nvidia_major
 from flexmasks.errors import Unfit
@@ -166,21 +162,6 @@ def _in_what(call: Call) -> str:
     return "pages" if call.pages is not None else "sequences" if in_sequences else ""
 
 
-@contextlib.contextmanager
-def _failures_are_unavailable() -> Iterator[None]:
-    """Raise Unavailable in place of other errors, but for missing memory.
-
-    flash-attn-4 compiles at the first call, and raises errors of any type.
-    """
-    try:
-        yield
-    except Unavailable:
-        raise
-    except Exception as error:
-        raise_passing_error(error)
-        raise Unavailable(first_line(error)) from error
-
-
 def folds_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
     """Return whether the kernel folds in the sinks of a call.
 
@@ -200,7 +181,7 @@ class _Fa4(Kernel):
     def first(self, call: Call, inputs: Inputs) -> Result:
         _announce(call)
         ready = self.ready(inputs)
-        with _failures_are_unavailable():
+        with failures_are_unavailable():
             return proven(call, ready, inputs)
 
 
@@ -420,7 +401,7 @@ class Fa4EndKernel(_Fa4):
             arguments["page_table"] = table
         if parts > 1:
             k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
-        with _failures_are_unavailable():
+        with failures_are_unavailable():
             out, lse = fa4_functions.forward(q.transpose(1, 2), k, v, arguments, self.cap)
         return out.transpose(1, 2), lse if self.with_lse else None
 

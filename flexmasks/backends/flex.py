@@ -247,12 +247,10 @@ class FlexKernel(Kernel):
             )
         except NeedsData:
             raise
-        except (compat.TorchDynamoException, compat.InductorError) as error:
-            raise_passing_error(error)
-            raise Unavailable(first_line(error)) from error
         except Exception as error:  # FLASH compiles at the first call, and raises errors of any type
             raise_passing_error(error)
-            if not self._is_flash and not compat.compiler_is_off():
+            is_of_compiler = isinstance(error, compat.TorchDynamoException | compat.InductorError)
+            if not (is_of_compiler or self._is_flash or compat.compiler_is_off()):
                 raise
             raise Unavailable(first_line(error)) from error
         if self._needs_grad and not compat.is_compiling():
