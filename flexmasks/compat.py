@@ -124,13 +124,7 @@ TAKES_NARROW_LISTS = _TORCH >= (2, 14)
 FLASH_GIVES_LSE = _TORCH >= (2, 14)
 
 # Devices on which torch's flex_attention runs; those of MPS have forward passes only.
-_FLEX_RUNS_ON = {"cpu", "cuda", "xpu"} | ({"mps"} if _TORCH >= (2, 13) else set())
-
-
-def flex_takes(device_type: str) -> bool:
-    """Return whether the installed torch's flex_attention runs on a kind of device."""
-    return device_type in _FLEX_RUNS_ON
-
+FLEX_RUNS_ON = {"cpu", "cuda", "xpu"} | ({"mps"} if _TORCH >= (2, 13) else set())
 
 # Whether FLASH's compiler reads captured tensors by vectors, as in torch 2.13; torch 2.11 does not. GPUs of capability
 # 10 and above then read some wrongly.
@@ -415,24 +409,27 @@ def without_wrappers(x: Tensor) -> Tensor | None:
     return x
 
 
+def _left(leave: str, is_active: str) -> contextlib.AbstractContextManager[Any]:
+    return cast(
+        contextlib.AbstractContextManager[Any], (named(leave) if named(is_active)() else contextlib.nullcontext)()
+    )
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Leave the active transforms for a block of code, so that what it computes may be cached."""
-    leave = named("without_transforms") if named("transforms_active")() else contextlib.nullcontext
-    return cast(contextlib.AbstractContextManager[Any], leave())
+    return _left("without_transforms", "transforms_active")
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Leave the active dispatch modes for a block of code."""
-    leave = named("disable_modes") if named("in_dispatch_mode")() else contextlib.nullcontext
-    return cast(contextlib.AbstractContextManager[Any], leave())
+    return _left("disable_modes", "in_dispatch_mode")
 
 
-def without_modes() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
     """Leave dispatch modes and TorchFunctionModes for a trial that no program may hold: torch.export's are of both."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(named("without_torch_function")())
-    stack.enter_context(without_dispatch_modes())
-    return stack
+    with named("without_torch_function")(), without_dispatch_modes():
+        yield
 
 
 def in_tracing_mode() -> bool:
@@ -448,11 +445,6 @@ def active_modes() -> list[Any]:
 def in_foreign_dispatch_mode() -> bool:
     """Return whether this thread is in a mode where torch compiles nothing. No public equivalent."""
     return not all(mode.ignore_compile_internals() for mode in active_modes())
-
-
-def in_vmap() -> bool:
-    """Return whether torch.func.vmap is among the active transforms."""
-    return "Vmap" in names_of_transforms()
 
 
 def names_of_transforms() -> list[str]:

@@ -126,7 +126,7 @@ class Context(NamedTuple):
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # `autocast_dtype`, without a call of a function
         return cls(
             has_transforms,
-            compat.in_forward_derivative() or (has_transforms and compat.in_vmap()),
+            compat.in_forward_derivative() or (has_transforms and "Vmap" in compat.names_of_transforms()),
             compat.in_dispatch_mode() > 0,
             torch.is_grad_enabled(),
             kind == "cuda" and is_capturing(device),

@@ -393,7 +393,7 @@ def _refuses_device(call: Call) -> str | None:
     device = call.device_type
     if device not in ("xpu", "mps"):
         return f"it does not run on {device}"
-    if not compat.flex_takes(device):
+    if device not in compat.FLEX_RUNS_ON:
         return f"it does not run on {device}: this torch's flex_attention does not"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
