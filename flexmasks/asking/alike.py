@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import types
@@ -341,13 +342,7 @@ def _kind_of(tensor: Tensor) -> str:
 def _masks_like(
     mask: Mask, shows: Callable[..., Tensor], facts: _Facts, most: int, having: Sequence[str] = ()
 ) -> list[Likeness]:
-    def works(*indices: int) -> bool:
-        try:
-            mask(*map(torch.tensor, indices))
-        except _FAILS:
-            return False
-        return True
-
+    works = functools.partial(_works, mask)
     length = _largest(lambda n: works(0, 0, n, n) and works(0, 0, 0, n) and works(0, 0, n, 0), most)
     batch, heads = _largest(lambda n: works(n, 0, 0, 0), 65), _largest(lambda n: works(0, n, 0, 0), 65)
     indices = _pairs(length, min(batch, _MOST_BATCH), min(heads, _MOST_HEADS), facts.own)
@@ -394,6 +389,14 @@ def _masks_like(
         is_one_mask = first.proved == second.proved and _proved(first.mask, second.mask) is not False
         results[:2] = (second, first) if is_one_mask else (first, second)
     return results[:_SHOWN]
+
+
+def _works(function: Callable[..., Tensor], *indices: int) -> bool:
+    try:
+        function(*map(torch.tensor, indices))
+    except _FAILS:
+        return False
+    return True
 
 
 def _largest(works: Callable[[int], bool], most: int) -> int:
@@ -516,13 +519,7 @@ def _hidden_by(score: Score) -> Callable[..., Tensor] | None:
 
 
 def _scores_like(score: Score, facts: _Facts, length: int) -> list[Likeness]:
-    def works(*indices: int) -> bool:
-        try:
-            score(torch.zeros(()), *map(torch.tensor, indices))
-        except _FAILS:
-            return False
-        return True
-
+    works = functools.partial(_works, functools.partial(score, torch.zeros(())))
     length = _largest(lambda n: works(0, 0, n, 0) and works(0, 0, 0, n), length)
     batch = _largest(lambda n: works(n, 0, 0, 0), 65) % 65  # 0 if there is no tensor of batch elements
     results: dict[str, Likeness] = {}

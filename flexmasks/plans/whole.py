@@ -99,14 +99,12 @@ def visible_in(block_mask: compat.BlockMask, batch: int, heads: int) -> Tensor:
     return pairs_shown(blocks, block_mask.BLOCK_SIZE, q, kv, by_function)
 
 
-def added_of(score: Score, offset: Offset, size: Size, visible: Tensor | None = None) -> Tensor:
+def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
     """What a score change adds, which only adds: float32 [B or 1, H or 1, Q or 1, KV].
 
     The host reads no value of a tensor unless the sizes say that it may.
-
-    visible: as for `added_by`.
     """
-    return added_by(shifted_score(score._bind(score._resolve(size)), offset), size, visible)
+    return added_by(shifted_score(score._bind(score._resolve(size)), offset), size)
 
 
 def multiplied(factors: Factors, offset: Offset, size: Size) -> tuple[Tensor, Tensor]:

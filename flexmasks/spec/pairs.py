@@ -247,16 +247,13 @@ def _looked(table: Tensor, sizes: Sequence[int], learns: bool) -> _Look:
         is_causal = (visible == visible.new_ones(q_len, kv_len).tril()).all()
     adds = no if averaged is None else ((table != 0) & visible).any()
     has_averaged = no if averaged is None else averaged.any()
-    facts = [visible.all().float(), is_causal.float(), adds.float(), has_averaged.float(), _share_of_blocks(visible)]
-    shows_all, is_causal, adds, has_averaged, share = torch.stack(facts).tolist()  # one wait for a GPU
+    share = _any_in_blocks(_any_in_blocks(visible, 3), 2).float().mean()
+    facts = [visible.all().float(), is_causal.float(), adds.float(), has_averaged.float(), share]
+    shows_all, is_causal, adds, has_averaged, share_of_blocks = torch.stack(facts).tolist()  # one wait for a GPU
     averaged = averaged if has_averaged else None
     mask = None if shows_all else get_mask("causal") if is_causal else _mask(visible, sizes)
     score = get_score("dense_bias", bias=_added(table, averaged)) if adds and not learns else None
-    return _Look(mask, bool(adds), averaged, share, score)
-
-
-def _share_of_blocks(visible: Tensor) -> Tensor:
-    return _any_in_blocks(_any_in_blocks(visible, 3), 2).float().mean()
+    return _Look(mask, bool(adds), averaged, share_of_blocks, score)
 
 
 def _any_in_blocks(visible: Tensor, dim: int) -> Tensor:

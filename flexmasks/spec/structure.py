@@ -163,17 +163,14 @@ class Structure:
         return self._recipe(Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals, shared))
 
 
-def flatten(
-    value: Any, *, contents: bool = True, lifts: bool = False, by_name: bool = False
-) -> tuple[Structure, Leaves]:
+def flatten(value: Any, *, contents: bool = True, lifts: bool = False) -> tuple[Structure, Leaves]:
     """Take a value apart.
 
     contents: whether the elements of sequences that become tensors, and the bounds of lengths, belong to the structure.
         Without them it describes a kernel, which takes the elements as inputs, and cannot be filled.
     lifts: leave out the numbers that `Modifier._resolve` makes tensors.
-    by_name: whether a tensor that stands in places of several names is a leaf of each name.
     """
-    walk = Walk(contents, lifts, by_name)
+    walk = Walk(contents, lifts)
     return walk.structure(value), walk.leaves
 
 

@@ -230,7 +230,9 @@ def test_replaced_tensors_are_found_by_identity() -> None:
 
 def test_each_leaf_has_a_place() -> None:
     def places(value: Any, by_name: bool = False) -> list[tuple[str, str] | None]:
-        return [place and (place.kind, place.name) for place in flatten(value, by_name=by_name)[1].places]
+        walk = Walk(by_name=by_name)
+        walk.structure(value)
+        return [place and (place.kind, place.name) for place in walk.leaves.places]
 
     x = torch.ones(2)
     want = {
