@@ -8,6 +8,7 @@ they were compute capabilities (gfx90a is "9.0").
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,17 +31,38 @@ class GpuFacts(NamedTuple):
     shared_memory: int
 
 
-@functools.cache
 def _gpu(device: torch.device) -> GpuFacts | None:
     """Return the GPU that a device is, or None, as for tensors without data where there is no GPU."""
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
         return GpuFacts(None, 0)
+    return _nvidia_gpu(device, torch.cuda.get_device_capability, torch.cuda.get_device_properties)
+
+
+@functools.cache  # torch takes microseconds; functions that take the place of torch's are asked anew
+def _nvidia_gpu(
+    device: torch.device,
+    capability: Callable[[torch.device], tuple[int, int]],
+    properties: Callable[[torch.device], Any],
+) -> GpuFacts | None:
     if not torch.cuda.is_available():
         return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    return GpuFacts(torch.cuda.get_device_capability(device), int(properties.shared_memory_per_block_optin))
+    return GpuFacts(capability(device), int(properties(device).shared_memory_per_block_optin))
+
+
+@compat.constant_in_graphs
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: Apple's GPUs do not, and some of Intel's."""
+    if device.type != "xpu" or not torch.xpu.is_available():
+        return device.type != "mps"
+    return bool(torch.xpu.get_device_properties(device).has_fp64)
+
+
+def device_of_float64(device: torch.device) -> torch.device:
+    """Return where numbers of float64 for a device are computed: there, or on the CPU."""
+    return device if has_float64(device) else torch.device("cpu")
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -45,6 +45,7 @@ from flexmasks.blocks.build import lists_of_blocks
 from flexmasks.blocks.elements import over_indices, over_visible
 from flexmasks.blocks.lists import as_kernels_read, grid, lists_of, made_of
 from flexmasks.context import Context
+from flexmasks.devices import compiles_by_triton
 from flexmasks.graphs import Flat, in_graph, text_of_constants, value_of_text
 from flexmasks.kernels.operators import separate
 from flexmasks.kernels.sinks import with_sinks
@@ -406,7 +407,7 @@ def _bound(
     value = changed(value, _constant_float)
     parts = value, value._resolve(size), offset
     value, resolved, offset = changed(parts, _held) if is_compiled else parts
-    heads = size.heads if size.device.type == "cuda" else None
+    heads = size.heads if compiles_by_triton(size.device) else None
     return value._bind(resolved, heads, for_kernels=True), offset
 
 

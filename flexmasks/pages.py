@@ -17,6 +17,7 @@ from flexmasks.backends.table import BACKENDS, choose, why_not
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.context import Context, is_capturing, is_invariant, reads_at_once
+from flexmasks.devices import compiles_by_triton, runs_triton
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.layouts import inside_sequences, under_autocast
 from flexmasks.masks.paged import paged
@@ -58,7 +59,6 @@ from flexmasks.spec.parameters import Size, can_be_read, is_of_vmap
 from flexmasks.spec.parts import rows_of
 from flexmasks.spec.values import Mask
 
-_READS_PAGES_ON = ("cuda",)  # where kernels read pages; elsewhere pages are copied
 _OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
 _WHOLE: Part[bool] = Part(PLANS, "whole tables")  # whether all keys lie in pages
 _LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches
@@ -80,7 +80,8 @@ class _Cache(NamedTuple):
 
     @property
     def is_read_by_kernels(self) -> bool:
-        return self.k.device.type in _READS_PAGES_ON
+        """Whether kernels read pages where they lie; else pages are copied."""
+        return runs_triton(self.k.device)
 
     @property
     def room(self) -> int:
@@ -307,7 +308,8 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
     mixed = _mixed(q, offsets, cache, cast(int | Tensor | None, request.q_offset))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    if cache.is_traced and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
+    if cache.is_traced and compiles_by_triton(q.device):
+        # torch's kernel for few queries fails where tensors of masks are computed.
         inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     for rows in mixed.batches:
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)

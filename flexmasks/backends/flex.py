@@ -189,7 +189,8 @@ class FlexKernel(Kernel):
 
     def first(self, call: Call, inputs: Inputs) -> Result:
         """Run the first call of its kind. If shared memory is too small, smaller kernels are tried."""
-        may_shrink = not (self._is_flash or self._is_invariant) and call.on_gpu and not call.kernel_options
+        is_fixed = self._is_flash or self._is_invariant or call.kernel_options
+        may_shrink = compiles_by_triton(call.q.device) and not is_fixed
         attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
         for more_options in attempts:
             if more_options:

@@ -82,7 +82,7 @@ def kills(call: Call) -> str | None:
     if call.score is None or call.score.is_by_library or call.score.opaque:
         return None
     reason = next((reason for reason in outside(call, is_score=True) if reason in KILLERS), None)
-    if reason == NEGATIVE and not call.on_gpu:
+    if reason == NEGATIVE and call.device_type == "cpu":
         return None
     return reason and f"for the score: {reason}; {_HOW_NOT[reason]}"
 

@@ -140,7 +140,7 @@ def bounds(
         limits.check_blocks(1, (q_len, kv_len), block_size, device)
     decided = decide(mask_mod, batch, heads, rows, columns, device, reads_values=False)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
-    full, possible = decided.certain.expand(shape), decided.possible.expand(shape)
+    full, possible = (x.expand(shape).to(device) for x in (decided.certain, decided.possible))
     if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
         full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
     if kv_len % block_size[1]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
 from flexmasks.blocks.limits import Work
+from flexmasks.devices import device_of_float64
 from flexmasks.kernels.operators import positions
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
 from flexmasks.ranges.context import Cut
@@ -74,7 +75,7 @@ def decide(
     """What ranges know of each block; few blocks are decided on the CPU, and the result stays there.
 
     reads_values: whether the host may read values of tensors. If not, all is decided on `device`, by operations whose
-        shapes depend on shapes only.
+        shapes depend on shapes only; where it has no float64, still on the CPU.
     """
     blocks = rows.count * columns.count
     sizes = batch, heads
@@ -83,7 +84,8 @@ def decide(
     if reads_values and blocks <= limits.BLOCKS_ON_CPU:
         with contextlib.suppress(TooLarge):
             return _decide_in_slices(mask_mod, sizes, rows, columns, device, _CPU)
-    return _decide_in_slices(mask_mod, sizes, rows, columns, device, device, reads_values=reads_values)
+    there = device_of_float64(device)
+    return _decide_in_slices(mask_mod, sizes, rows, columns, device, there, reads_values=reads_values)
 
 
 def decide_within(
@@ -111,7 +113,8 @@ def dependence(
 ) -> tuple[int, int]:
     """The batch and head size of a mask, 1 where the function does not depend on that index."""
     one = Axis(1, 1)
-    decided = _decide_at_once(mask_mod, (batch, heads), one, one, device, device, reads_values=reads_values)
+    there = device_of_float64(device)
+    decided = _decide_at_once(mask_mod, (batch, heads), one, one, device, there, reads_values=reads_values)
     if isinstance(decided, str):
         return dependence_by_vmap(mask_mod, batch, heads, device)
     return decided.certain.shape[0], decided.certain.shape[1]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.limits import Work
+from flexmasks.devices import has_float64
 from flexmasks.ranges import GiveUp, Range, TooLarge
 from flexmasks.ranges.context import KnownBounds
 from flexmasks.ranges.evaluate import check_boolean, evaluate
@@ -157,7 +158,7 @@ class Elements:
         self.mask_mod, self.device, self.widest = mask_mod, device, widest
         self.work = Work() if work is None else work
         self.known_bounds: KnownBounds = {}
-        self._ranges_give_elements = True
+        self._ranges_give_elements = has_float64(device)
         function: Callable[..., Tensor] = mask_mod
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
             function = torch.vmap(function, in_dims=dims)

@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from flexmasks import compat
 from flexmasks.blocks import limits
+from flexmasks.devices import compiles_by_triton
 from flexmasks.kernels.index_lists import plain_lists
 
 _WORDWISE_FROM = 1 << 22  # from this many booleans on, eight are searched at a time
@@ -62,10 +63,11 @@ def are_narrow(block_mask: compat.BlockMask) -> bool:
 def as_kernels_read(block_mask: compat.BlockMask) -> compat.BlockMask:
     """A BlockMask in the form that torch's kernels read right.
 
-    On a CPU its lists need a place for each block. Kernels for GPUs know one step between heads, and take that between
-    batch elements to follow from it, so that lists which are slices or expanded are copied: seen with torch 2.11.
+    But for those of Triton, its lists need a place for each block. Triton's kernels know one step between heads, and
+    take that between batch elements to follow from it, so that lists which are slices or expanded are copied: seen with
+    torch 2.11.
     """
-    if not block_mask.kv_indices.is_cuda:
+    if not compiles_by_triton(block_mask.kv_indices.device):
         return in_full_width(block_mask)
     tensors = lists_of(block_mask)
     if all(x is None or x.is_contiguous() for x in tensors):

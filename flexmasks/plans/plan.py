@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from flexmasks import compat
 from flexmasks.cache import ENTRY, KINDS, Part, identity
 from flexmasks.context import is_capturing
+from flexmasks.devices import compiles_by_triton
 from flexmasks.errors import passing_error
 from flexmasks.plans.checks import check_dense, check_unbatched
 from flexmasks.plans.naming import naming
@@ -34,7 +35,6 @@ from flexmasks.spec.structure import Opaque, Structure, flatten, replaced, tenso
 from flexmasks.spec.values import Modifier
 
 _PLANS_TO_RECORD = 16  # on a CPU: plans that take about as long as recording one
-_SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class ModifierPlan:
     def _bind(self, prepared: Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """The function, bound to the user's own tensors or to their aliases, and the offset of queries."""
         value, offset = self._bound_to
-        heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
+        heads = self.size.heads if compiles_by_triton(self.size.device) else None
         bound = value._bind(prepared.resolved, heads, for_kernels=True)
         return bound, offset if prepared.offset is None else prepared.offset
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.devices import has_float64
 
 INF = math.inf
 EXACT_LIMIT = 2.0**52  # float64 is exact for all integers of a smaller absolute value
@@ -129,7 +130,8 @@ class Evaluation:
                 raise Refused(
                     f"a mask function uses a tensor on device {values.device}, but its indices are on {self.device}."
                 )
-            if values.device != self.compute_device and values.numel() > _MAX_MOVED_ELEMENTS:
+            is_moved = values.device != self.compute_device and has_float64(values.device)  # else it must be
+            if is_moved and values.numel() > _MAX_MOVED_ELEMENTS:
                 raise TooLarge(f"a tensor of {values.numel()} elements")
             self.computed += values.numel()
             # Keeping the tensor with its bounds prevents that another tensor gets its id.

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, register_score
+from flexmasks.spec import Size, device_of_float64, register_score
 
 
 def _prepare(
@@ -11,8 +11,10 @@ def _prepare(
 ) -> dict[str, Any]:
     biases = None
     if size is not None and not (scales.requires_grad or rates.requires_grad):
-        distance = torch.arange(size.positions, dtype=torch.float64, device=size.device)
-        biases = (scales.double()[:, None] * torch.log1p(rates.double()[:, None] * distance)).to(size.dtype)
+        device = device_of_float64(size.device)
+        distance = torch.arange(size.positions, dtype=torch.float64, device=device)
+        factor, rate = (x.to(device).double()[:, None] for x in (scales, rates))
+        biases = (factor * torch.log1p(rate * distance)).to(size.dtype).to(size.device)
     return {"scales": scales, "rates": rates, "biases": biases}
 
 

@@ -4,14 +4,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, register_score
+from flexmasks.spec import Size, device_of_float64, register_score
 
 
 def _of_positions(size: Size | None, factor: Callable[[Tensor], Tensor]) -> Tensor | None:
     """A table of the factors of all positions, which kernels read sooner than they take logarithms."""
     if size is None:
         return None
-    return factor(torch.arange(size.positions, dtype=torch.float64, device=size.device)).to(size.dtype)
+    position = torch.arange(size.positions, dtype=torch.float64, device=device_of_float64(size.device))
+    return factor(position).to(size.dtype).to(size.device)
 
 
 def _log_of_keys(position: Tensor) -> Tensor:

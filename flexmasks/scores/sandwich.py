@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, register_score
+from flexmasks.spec import Size, device_of_float64, register_score
 
 _FREQUENCIES_AT_ONCE = 8  # fewer need more kernels, more need more memory
 
@@ -25,18 +25,19 @@ def _prepare(
             )
         return {"products": _products(positions, dims, ratios.dtype, ratios.device), "ratios": ratios}
     if ratios is None:
-        head = torch.arange(1, size.heads + 1, dtype=torch.float64, device=size.device)
-        ratios = (size.heads / (8 * head)).to(size.dtype)
+        head = torch.arange(1, size.heads + 1, dtype=torch.float64, device=device_of_float64(size.device))
+        ratios = (size.heads / (8 * head)).to(size.dtype).to(size.device)
     return {"products": _products(positions or size.positions, dims, size.dtype, size.device), "ratios": ratios}
 
 
 def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The inner product of two sinusoidal embeddings for each distance."""
-    distance = torch.arange(positions, dtype=torch.float64, device=device)
+    there = device_of_float64(device)
+    distance = torch.arange(positions, dtype=torch.float64, device=there)
     products = torch.zeros_like(distance)
-    for part in torch.arange(dims // 2, dtype=torch.float64, device=device).split(_FREQUENCIES_AT_ONCE):
+    for part in torch.arange(dims // 2, dtype=torch.float64, device=there).split(_FREQUENCIES_AT_ONCE):
         products += torch.cos(distance / 10000.0 ** (2 * part[:, None] / dims)).sum(0)
-    return products.to(dtype)
+    return products.to(dtype).to(device)
 
 
 @register_score(prepare=_prepare, example=lambda length: {})

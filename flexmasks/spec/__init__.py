@@ -6,6 +6,7 @@ Mask and score files import what they need from here.
 from flexmasks.blocks.bits import bytes_of_bits as bytes_of_bits
 from flexmasks.compat import constant_in_graphs as constant_in_graphs
 from flexmasks.compat import constants as constants
+from flexmasks.devices import device_of_float64 as device_of_float64
 from flexmasks.spec import batches as batches  # which makes masks nodes of pytrees
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score

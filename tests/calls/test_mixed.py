@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Where calls run; "as on a GPU", batches are cut into pieces without a value read, and calls are renewed."""
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(pages, "reads_at_once", lambda device: False)
-        monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+        monkeypatch.setattr(pages, "runs_triton", lambda device: True)
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(road, "_KINDS_ON", ("cpu", "cuda"))

@@ -501,7 +501,7 @@ def _check_odd_table(cache: tuple[Tensor, Tensor, int, int, int, int], inner: st
         (is_there and is_last, ("cpu",), {"backend": "reference"}),  # as on a GPU
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "_READS_PAGES_ON", reads_on)
+            patch.setattr(pages, "runs_triton", lambda device, on=reads_on: device.type in on)
             if is_right:
                 out = flexmasks.paged_attention(q, k, v, table, lens, **arguments, **more)
                 assert error(out, want) < TOLERANCE[torch.float32]
@@ -740,7 +740,7 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
     lens, q = torch.full((batch,), columns * page_size), torch.randn(batch, 2, 128, 32)
     with torch.no_grad():
         out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
-        monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+        monkeypatch.setattr(pages, "runs_triton", lambda device: True)
         pool = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
     assert torch.allclose(out, pool, atol=1e-5)
     assert 3 * computed[0] < computed[1]
@@ -843,7 +843,7 @@ def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPa
     """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+    monkeypatch.setattr(pages, "runs_triton", lambda device: True)
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     sizes = []
 
@@ -920,7 +920,9 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4_package, "why_missing", lambda: "")
     monkeypatch.setattr(fa4_package, "_import_failures", [])
-    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))  # copies have anything in blocks that quick kernels read
+    monkeypatch.setattr(
+        pages, "runs_triton", lambda device: True
+    )  # copies have anything in blocks that quick kernels read
     monkeypatch.setattr(fa4_package, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 
@@ -949,7 +951,7 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_backend_of_the_table_may_read_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of pages but what the table says, whatever the backend's name."""
-    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+    monkeypatch.setattr(pages, "runs_triton", lambda device: True)
     asked: list[bool] = []
 
     def refuses(call: Call) -> str:
@@ -1039,7 +1041,7 @@ def test_a_page_twice_where_pages_are_not_copied(monkeypatch: pytest.MonkeyPatch
     out = flexmasks.paged_attention(Q, K, K, table, LENS)
     keys = K[table[1]].flatten(0, 1)[:17].transpose(0, 1).repeat_interleave(2, 0)
     assert torch.allclose(out[1], F.scaled_dot_product_attention(Q[1], keys, keys), atol=1e-5)
-    monkeypatch.setattr(pages, "_READS_PAGES_ON", ("cpu",))
+    monkeypatch.setattr(pages, "runs_triton", lambda device: True)
     words = (
         "paged_attention: `page_table` has a page twice in batch element 1, page 2, of which only the last keys count, "
         "but a query sees an earlier one, key 0 of 17"

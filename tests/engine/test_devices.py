@@ -10,21 +10,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import other_gpus
 import pytest
 import torch
 from flex_without_gpu import metal_of
 from helpers import SHARED_MEMORY, is_turn, on_gpu_of
+from other_devices import device_elsewhere, numbers
 from torch import Tensor
 
-from flexmasks import compat, devices, get_mask, get_score
+from flexmasks import (
+    attention,
+    block_mask,
+    compat,
+    devices,
+    get_mask,
+    get_score,
+    masked_softmax,
+    paged_attention,
+    pages,
+)
 from flexmasks.backends import cudnn, fa4_package, flex, flex_kernels, kernel_tiles
 from flexmasks.backends.call import Call
 from flexmasks.backends.flex_invariant import fixed_options
 from flexmasks.backends.kernel_tiles import NO_READS, Reads
 from flexmasks.backends.table import choose, is_not_here
+from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of
 from flexmasks.kernels import direct
 from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.sizes import block_size_for
@@ -87,7 +99,6 @@ def test_torch_is_asked(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, answer in zip(_SOURCES, ((9, 0), properties, True), strict=True):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(devices, "_gpu", devices._gpu.__wrapped__)
     assert devices.nvidia_capability(CUDA) == (None if hip else (9, 0))
     assert devices.nvidia_major(CUDA) == (0 if hip else 9)
     assert devices.runs_triton(CUDA)
@@ -99,9 +110,20 @@ def test_torch_is_asked(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_a_gpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "_gpu", devices._gpu.__wrapped__)
+    for name in _SOURCES[:2]:
+        monkeypatch.setattr(torch.cuda, name, None)
     assert devices.nvidia_capability(CUDA) is None
     assert (devices.shared_memory(CUDA), devices.why_no_own_kernels(CUDA)) == (devices.HOPPER, "")
+
+
+def test_each_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine with two GPUs that differ, and what stands for other ones later."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=65_536)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for known in ([(9, 0), (7, 5)], [(8, 6), (12, 0)]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=known: of[device.index])
+        assert [devices.nvidia_capability(torch.device("cuda", n)) for n in (0, 1)] == known
 
 
 # --- NVIDIA's ---
@@ -314,3 +336,80 @@ def test_source_for_metal() -> None:
 def test_metal_takes_numbers_that_it_gets_right() -> None:
     assert _able(_call("mps", score=get_score("alibi", slopes=torch.ones(4)))) == ["flex", "reference"]
     assert _able(_call("mps", lambda b, h, q, kv: q * 50_000 >= kv * 49_999)) == ["flex", "reference"]
+
+
+# --- calls with numbers that are elsewhere ---
+
+
+_TABLES: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "ssmax": lambda there: {"scales": there(torch.rand(4))},
+    "kerple": lambda there: {"scales": there(torch.rand(4)), "rates": there(torch.rand(4))},
+    "sandwich": lambda there: {},
+}
+
+
+def _results(there: Callable[..., Tensor], score: str | None) -> list[Tensor]:
+    """Return output, lse and gradients of a call of attention, and a softmax."""
+    torch.manual_seed(0)
+    q, k, v = (there(torch.randn(2, 4, 300, 16), True) for _ in range(3))
+    mask = get_mask("causal") & get_mask("document", document_ids=there(torch.arange(300) // 99))
+    change = None if score is None else get_score(score, **_TABLES[score](there))
+    out, lse = attention(q, k, v, mask=mask, score=change, return_lse=True)
+    (out.sin().sum() + lse.sin().sum()).backward()
+    rows = masked_softmax(there(torch.rand(1, 1, 300, 300)), mask=mask)
+    return [out.detach(), lse.detach(), *(cast(Tensor, x.grad) for x in (q, k, v)), rows]
+
+
+@pytest.mark.parametrize("score", [None, *_TABLES])
+@pytest.mark.parametrize("kind", ["mps", "xpu", "cuda"])
+def test_calls_elsewhere(kind: str, score: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's GPUs, and some of Intel's, have no float64, and an old one of NVIDIA's no Triton: torch's operations give
+    the same numbers there.
+    """
+    on_gpu_of(monkeypatch, (7, 5))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
+    devices.has_float64.cache_clear()  # type: ignore[attr-defined]
+    want = _results(lambda x, learns=False: x.requires_grad_(learns), score)
+    with device_elsewhere(kind, has_float64=kind == "cuda") as there:
+        for x, y in zip(_results(there, score), want, strict=True):
+            assert x.device.type == kind
+            torch.testing.assert_close(numbers(x), y, atol=1e-5, rtol=1e-5)
+    devices.has_float64.cache_clear()  # type: ignore[attr-defined]
+
+
+def test_lists_of_blocks_of_intel() -> None:
+    """torch's Triton kernels read lists of heads that are expanded wrongly, also for Intel's GPUs."""
+    with device_elsewhere("xpu", has_float64=True):
+        given = block_mask("causal", 300, device="xpu")
+        lists = [None if t is None else t.expand(2, 4, *t.shape[2:]) for t in lists_of(given)]
+        read = as_kernels_read(made_of(given.seq_lengths, lists, given.BLOCK_SIZE, given.mask_mod))
+        assert all(t is None or t.is_contiguous() for t in lists_of(read))
+
+
+def test_a_score_that_may_read_wrong_memory() -> None:
+    """Only for a CPU does torch's kernel know negative indices."""
+    table = torch.zeros(300)
+    for kind in ("cpu", "cuda", "xpu"):
+        reasons = choose(_call(kind, score=lambda score, b, h, q, kv: score + table[q - kv]))[1]
+        assert ("negative index" in reasons.get("flex", "")) == (kind != "cpu")
+
+
+@pytest.mark.parametrize(("capability", "keys"), [((7, 5), 64), ((8, 6), 160)])
+def test_pages_are_copied_without_triton(
+    capability: tuple[int, int], keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool has the keys of all sequences, which kernels skip by blocks."""
+    lengths: list[int] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
+        lengths.append(k.shape[2])
+        return q, None
+
+    monkeypatch.setattr(pages, "attend", attend)
+    on_gpu_of(monkeypatch, capability)
+    with device_elsewhere("cuda", has_float64=True) as there:
+        q, cache = there(torch.rand(2, 2, 16, 8)), there(torch.rand(10, 16, 2, 8))
+        table, lens = there(torch.arange(8).view(2, 4)), there(torch.tensor([50, 60]))
+        paged_attention(q, cache, cache, table, lens, backend="reference")
+    assert lengths == [keys]
