@@ -192,7 +192,7 @@ def test_a_search_can_be_interrupted(bounded):
         raise KeyboardInterrupt
 
     with bounded.context() as patch:
-        patch.setattr(undecided, "_look_at_samples", interrupt)
+        patch.setattr(undecided._Looks, "at_samples", interrupt)
         with pytest.raises(KeyboardInterrupt):
             _hard().blocks(1024, exact=True)
     assert _hard().blocks(1024, exact=True).unknown == 0
