@@ -484,7 +484,7 @@ def _images_in_text(length: int, image: int) -> Tensor:
     return (torch.arange(length) // image % 2)[None]
 
 
-_GEMMA = "src/transformers/models/gemma3/modeling_gemma3.py: create_causal_mask_mapping"
+_GEMMA = "src/transformers/models/gemma3/modeling_gemma3.py: create_masks_for_vision_model"
 
 
 @_wild("Gemma 3, global layers", "huggingface/transformers", _GEMMA, "5.24.0", 16384)
@@ -538,11 +538,14 @@ def _paligemma(length: int, random: Generator) -> Pair:
 @_wild(
     "Mllama",
     "huggingface/transformers",
-    "src/transformers/models/mllama/modeling_mllama.py: _prepare_cross_attention_mask",
+    "src/transformers/models/mllama/processing_mllama.py: convert_sparse_cross_attention_mask_to_dense",
     "5.24.0",
 )
 def _mllama(length: int, random: Generator) -> Pair:
-    """Text sees the tiles of the last image before it; two neighboring images count as one."""
+    """Text sees the tiles of the last image before it; two neighboring images count as one.
+
+    The model then lets text without an image see everything.
+    """
     tokens, tiles = 1601 if length > 4096 else 17, 4  # of a tile, of an image at most
     intervals = [(length // 8, length // 2), (length // 2, length), (length // 2 + 1, length)]
     used = [4, 1, 2]  # tiles of each image
@@ -878,7 +881,13 @@ def _block_diffusion(length: int, random: Generator) -> Pair:
     return Pair(mask, named, length, length, limits=limits)
 
 
-@_wild("Block diffusion, sampling", "NVlabs/Fast-dLLM", "v2, modeling.py: eval_block_diff_mask", "2025", 16384)
+@_wild(
+    "Block diffusion, sampling",
+    "NVlabs/Fast-dLLM",
+    "modeling.py of Efficient-Large-Model/Fast_dLLM_v2_7B: eval_block_diff_mask",
+    "2025",
+    16384,
+)
 def _block_diffusion_sampling(length: int, random: Generator) -> Pair:
     """Each block sees itself and the blocks before it."""
     block = 32

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import inspect
 import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,6 +458,21 @@ def test_it_equals_a_mask_of_this_library(name: str) -> None:
 def test_every_mask_has_an_oracle() -> None:
     assert ORACLES.keys() == WILD.keys()
     assert len(WILD) >= 25
+
+
+@pytest.mark.parametrize("package", ["transformers", "diffusers"])
+def test_the_file_defines_what_is_named(package: str) -> None:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        pytest.skip(f"{package} is not installed")
+    version, place = importlib.metadata.version(package), Path(found.origin).parents[1]
+    masks = [wild for wild in WILD.values() if wild.project == f"huggingface/{package}" and wild.version == version]
+    if not masks:
+        pytest.skip(f"the masks are not those of {package} {version}")
+    for wild in masks:
+        file, _, names = wild.file.partition(": ")
+        text = (place / file.removeprefix("src/")).read_text(encoding="utf-8")
+        assert all(re.search(rf"\b(def|class) {name}\b", text) for name in names.split(".")), wild.name
 
 
 def test_a_wrong_mask_differs() -> None:
