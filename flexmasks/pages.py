@@ -278,9 +278,10 @@ def _run_gathered(q: Tensor, cache: _Cache, request: Request) -> tuple[Tensor, T
     return attend(q, k, v, request._replace(mask=request.mask & get_mask("padding", kv_lens=cache.kv_lens)))
 
 
-def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
-    mask = rows_of(request.mask, sequences, firsts, lasts)
-    score = None if request.score is None else rows_of(request.score, sequences, firsts, lasts)
+def _of_rows(request: Request, sequences: Tensor, mixed: Mixed, tokens: int) -> Request:
+    given = sequences, mixed.firsts, mixed.lasts, mixed.offsets, tokens
+    mask = rows_of(request.mask, *given)
+    score = None if request.score is None else rows_of(request.score, *given)
     return request._replace(mask=mask, score=score)
 
 
@@ -312,7 +313,7 @@ def _run_mixed(q: Tensor, offsets: Any, cache: _Cache, request: Request) -> tupl
         # torch's kernel for few queries fails where tensors of masks are computed.
         inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     for rows in mixed.batches:
-        own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
+        own = _of_rows(inner, rows.sequences, mixed, len(q))
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         own_cache = cache._replace(page_table=rows.page_table, kv_lens=rows.kv_lens, sequences=rows.sequences)

@@ -17,7 +17,7 @@ def _prepare(
 ) -> dict[str, Any]:
     if size is not None and _is_flat(indices, size):
         indices = indices.unflatten(0, (size.batch, size.q_len))
-    rows, count = indices.shape[-3:-1]
+    count = indices.shape[-2]
     heads = count if size is None else size.heads
     if not count or heads % count:
         raise ValueError(
@@ -25,6 +25,8 @@ def _prepare(
             f"{count}."
         )
     reason = f": {{keys}} keys are {{count}} entries of {granularity} tokens"
+    if size is not None and size.end_to_end is not None:
+        reason += "; for entries along the whole row write topk(...) & flexmasks.packed(..., offsets)"
     entries = entries_of_keys(size, "indices", indices, granularity, reason)
     bits = max(1, min(8, _TOKENS // granularity))
     return {
@@ -32,13 +34,28 @@ def _prepare(
         "granularity": granularity,
         "bits": bits,
         "share": heads // count,
-        "first": first_row("indices", rows, size),
+        "first": _first_row(indices, size),
     }
 
 
 def _is_flat(indices: Tensor, size: Size) -> bool:
     """Whether there is a row for each query of each batch element."""
-    return indices.ndim == 3 and size.batch > 1 and "Q" not in size.at_most and len(indices) == size.batch * size.q_len
+    is_known = indices.ndim == 3 and size.batch > 1 and size.end_to_end is None and "Q" not in size.at_most
+    return is_known and len(indices) == size.batch * size.q_len
+
+
+def _first_row(indices: Tensor, size: Size | None) -> int | Tensor:
+    """The position of the query of the first row, see `first_row`; of sequences laid end to end, int[batch]."""
+    rows = indices.shape[-3]
+    if size is None or size.end_to_end is None or indices.ndim == 4 or rows == 1:
+        return first_row("indices", rows, size)
+    offsets, count = size.end_to_end
+    if rows != count:
+        raise ValueError(
+            f"`indices` [rows, G, k] must have a row for each of the {count} queries of all sequences, got {rows}; "
+            "[sequences, rows, G, k] has rows for each sequence."
+        )
+    return (size.q_offset if size.starts is None else size.starts) - offsets
 
 
 def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:
@@ -54,7 +71,7 @@ def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:
     def packed(part: Tensor) -> Tensor:
         place = part.long()
         place = place if bits == 8 else place // bits * 8 + place % bits + spare
-        place = torch.where(part < 0, none, place.clamp(max=none))  # later indices are not read, and may be anything
+        place = torch.where((part < 0) | (part >= entries), none, place)  # indices that are not read may be anything
         is_chosen = torch.zeros(len(part), none + 8, dtype=torch.uint8, device=part.device).scatter_(1, place, 1)
         return (bytes_of_bits(is_chosen)[:, :width].view(torch.int8) >> spare).contiguous()
 
@@ -84,14 +101,20 @@ def topk(
 
     indices: [rows, G, k] or [batch or 1, rows, G, k], the chosen entries of each row, in any order; -1 for none. G is
         1, the number of key heads, or that of query heads. There is a row for each query of the call, or for each
-        position from 0 on, or one for all. A query whose entries are all -1 sees nothing. [batch * queries, G, k] are
-        the rows of each batch element after those of the one before.
-    granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1.
+        position from 0 on, or one for all. A query whose entries are all -1 sees nothing, and entries that stand twice
+        count once. [batch * queries, G, k] are the rows of each batch element after those of the one before.
+    granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1, of
+        which the last entry may have fewer.
 
-    The mask is kept as one bit for each query and entry, and blocks of which nobody chose a key are skipped. Combine it
-    with `causal` to hide the future inside the chosen entries. Sequences that are packed into one row count entries
-    along the row: `topk & flexmasks.packed("causal", offsets)`. `block_topk` is for blocks of queries that choose
-    together.
+    The mask is kept as bits, at most KV / 8 bytes for each row and list, and blocks of which nobody chose a key are
+    skipped. Combine it with `causal` to hide the future inside the chosen entries. q, k and v get gradients, the choice
+    gets none. Entries behind the last key are errors where indices are read, and count as -1 where they are not, in
+    calls on a GPU and in graphs.
+
+    Inside sequences laid end to end, by `varlen_attention`, `packed` and jagged tensors, [rows, G, k] has a row for
+    each query of all sequences, and entries count from the first key of the query's own sequence. For entries that
+    count along the whole row write `topk & flexmasks.packed("causal", offsets)`. `block_topk` is for blocks of queries
+    that choose together.
 
     Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), 2025; Yuan et al., Native Sparse Attention, 2025.
     Peers: FlashMLA sparse_prefill's indices [T_q, G, k]; cuDNN frontend's sparse attention; transformers' layers that

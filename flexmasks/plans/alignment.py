@@ -26,8 +26,11 @@ from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Modifier
 
 WORDS = ("first", "last")
-# The parameters that have rows of queries.
-_TABLES = {"dense": "visible", "dense_bias": "bias", "pair_bias": "bias", "decomposed_bias": "rel_h"}
+# The parameters that have rows of queries, and the dimension of the rows.
+_TABLES = {
+    "dense": ("visible", -2), "topk": ("indices", -3), "dense_bias": ("bias", -2), "pair_bias": ("bias", -2),
+    "decomposed_bias": ("rel_h", -2),
+}  # fmt: skip
 _PLACED = {"packed", "vision_cross"}  # positions of queries follow from parameters, from 0 on
 _OPERATORS = AND, OR, NOT, CHAIN
 _READS: Part[bool] = Part(KINDS, "reads_queries")
@@ -94,9 +97,7 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
     """
     if value._definition in _OPERATORS:
         return any(reads_queries(m, size, if_wrong) for m in value._operands())
-    table = value.params.get(_TABLES.get(value.name, "")) if value._definition.by_library else None
-    is_placed = value._definition.by_library and value.name in _PLACED
-    if is_placed or (isinstance(table, Tensor) and is_dense(table) and table.shape[-2] in (1, size.q_len)):
+    if value._definition.by_library and (value.name in _PLACED or _has_row_for_each_query(value, size)):
         return False
     key = None
     with contextlib.suppress(Opaque):
@@ -114,6 +115,16 @@ def reads_queries(value: Modifier, size: Size, if_wrong: bool = False) -> bool:
         if key is not None:
             _READS.put(key, (), known, FACT)
     return known
+
+
+def _has_row_for_each_query(value: Modifier, size: Size) -> bool:
+    """Whether a table has a row for each query of the call, or one for all."""
+    name, dimension = _TABLES.get(value.name, ("", 0))
+    table = value.params.get(name)
+    if not (isinstance(table, Tensor) and is_dense(table)):
+        return False
+    of_all = [size.batch * size.q_len] * (value.name == "topk" and table.ndim == 3)
+    return table.shape[dimension] in (1, size.q_len, *of_all)
 
 
 def _reads_queries(value: Modifier, size: Size) -> bool:

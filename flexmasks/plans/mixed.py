@@ -46,6 +46,7 @@ class Mixed(NamedTuple):
     places: Tensor  # int64[T], the place of each query among those of all rows; queries of no sequence are behind them
     firsts: Tensor  # int32[N], the positions of the first and the last query of each sequence
     lasts: Tensor
+    offsets: Tensor  # int32[N], the first query of each sequence among all
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +73,7 @@ def by_number_of_queries(given: PagedSequences, total: int) -> Mixed:
         before += tokens.numel()
         rows = given.q_offset[chosen], given.page_table[chosen], given.kv_lens[chosen]
         batches.append(Batch(tokens, chosen.int(), *rows))
-    return Mixed(batches, places, given.q_offset.int(), given.lasts)
+    return Mixed(batches, places, given.q_offset.int(), given.lasts, given.offsets[:-1].int())
 
 
 def in_pieces(given: PagedSequences, total: int) -> Mixed:
@@ -83,7 +84,7 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     """
     offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
     if not total:
-        return Mixed([], offsets.new_empty(0), given.q_offset.int(), given.lasts)
+        return Mixed([], offsets.new_empty(0), given.q_offset.int(), given.lasts, offsets[:-1].int())
     n = _FEWEST_ROWS
     while n < _MOST_ROWS and n * count < total:
         n *= 2
@@ -99,7 +100,7 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     rows = Batch(
         tokens.clamp(0, total - 1),
         sequence.int(),
-        torch.where(is_used, given.q_offset[sequence] + skipped, 0),
+        given.q_offset[sequence] + skipped,
         given.page_table[sequence],
         torch.where(is_used, given.kv_lens[sequence], 0),
     )
@@ -107,8 +108,8 @@ def in_pieces(given: PagedSequences, total: int) -> Mixed:
     owner = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, count - 1)
     place = before[owner] * n + token - offsets[owner]
     places = torch.where(token < offsets[-1], place, len(piece) * n)
-    firsts, lasts = given.q_offset.int(), given.lasts
-    return Mixed([Batch(*map(_with_layout, rows))], places, _with_layout(firsts), _with_layout(lasts))
+    of_sequences = given.q_offset.int(), given.lasts, offsets[:-1].int()
+    return Mixed([Batch(*map(_with_layout, rows))], places, *map(_with_layout, of_sequences))
 
 
 def _with_layout(x: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def _prepare(
 
 
 def _size_of_all(size: Size, *, inner: Any, rows: Tensor, batch: int) -> Size:
-    return replace(size, batch=batch, starts=None, most_queries=None)
+    return replace(size, batch=batch, starts=None, most_queries=None, end_to_end=None)
 
 
 def _of_rows(*indices: Tensor, inner: Callable[..., Tensor], rows: Tensor) -> Tensor:

@@ -47,7 +47,12 @@ def prepare_sequences(
     elif kv_offsets.shape[0] != offsets.shape[0]:
         raise ValueError(f"`offsets` has {offsets.shape[0] - 1} sequences, `kv_offsets` has {kv_offsets.shape[0] - 1}.")
     q_sequence, q_position = _unpack("offsets", offsets, size, q_len, -1)
-    q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
+    if isinstance(q_start, Tensor):
+        # Padding counts as the last query of the first sequence, so that no table is too short for it.
+        last = (q_start[0] + offsets[1] - offsets[0] - 1).clamp(min=0)
+        q_position = torch.where(q_sequence < 0, last, q_position + q_start[q_sequence]).int()
+    else:
+        q_position += q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + q_position.shape[0]
     return {
@@ -72,7 +77,10 @@ def size_inside_sequences(
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
     sequences = offsets.shape[0] - 1
     starts = q_start if isinstance(q_start, Tensor) else None
-    size = replace(size, batch=sequences, starts=starts, most_queries=lambda: offsets.long().diff().max())
+    end_to_end = offsets[:-1], size.positions_of_q
+    size = replace(
+        size, batch=sequences, starts=starts, most_queries=lambda: offsets.long().diff().max(), end_to_end=end_to_end
+    )
     if isinstance(q_start, Tensor) and q_start.shape[0] != sequences:
         raise ValueError(f"`q_start` has {q_start.shape[0]} values, `offsets` has {sequences} sequences.")
     if not isinstance(q_start, Tensor) and q_start > _MAX_POSITION:
@@ -94,7 +102,7 @@ def size_inside_sequences(
         return replace(size, q_len=q_len, kv_len=kv_len, q_offset=positions - q_len)
     if max(q_len, kv_len) > max_length:
         raise ValueError(f"`max_length` is {max_length}, but a sequence has {max(q_len, kv_len)} tokens.")
-    q_offset = max(0, positions - max_length)
+    q_offset = max(0, positions - max_length) if isinstance(q_start, Tensor) else q_start
     return replace(size, q_len=max_length, kv_len=max_length, q_offset=q_offset, at_most=_LENGTHS)
 
 

@@ -87,8 +87,9 @@ def _prepare_part(
 def _size_of_call(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
     length = size.kv_len if length is None else length
     return replace(
-        size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0, starts=None, most_queries=None
-    )
+        size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0, starts=None, most_queries=None,
+        end_to_end=None,
+    )  # fmt: skip
 
 
 def _band_of_part(
@@ -140,15 +141,17 @@ _SCORE_PART = add_operator(
 # --- rows of queries: some of the sequences of a batch, or pieces of their queries ---
 
 
-def rows_of(value: _Value, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> _Value:
+def rows_of(value: _Value, sequences: Tensor, firsts: Tensor, lasts: Tensor, offsets: Tensor, tokens: int) -> _Value:
     """Return a mask or score for a batch whose rows are parts of sequences.
 
     Queries behind the last one of a sequence count as the last one, so that no table is too short for them.
 
     sequences: int[B], the sequence of each row.
     firsts, lasts: int[N], the positions of the first and the last query of each sequence, in all rows.
+    offsets, tokens: int[N], where the queries of each sequence start among those of all, and the number of all.
     """
-    params = {"inner": value, "sequences": sequences, "firsts": firsts, "lasts": lasts}
+    places = {"sequences": sequences, "firsts": firsts, "lasts": lasts, "offsets": offsets, "tokens": tokens}
+    params = {"inner": value, **places}
     return type(value)._of(_MASK_ROWS if isinstance(value, Mask) else _SCORE_ROWS, params)
 
 
@@ -159,12 +162,17 @@ def _prepare_rows(
     sequences: Annotated[Tensor, "int[B]"],
     firsts: Annotated[Tensor, "int[N]"],
     lasts: Annotated[Tensor, "int[N]"],
+    offsets: Annotated[Tensor, "int[N]"],
+    tokens: Annotated[int, _LENGTH],
 ) -> dict[str, Any]:
     return {"inner": inner, "sequences": sequences, "lasts": lasts}
 
 
-def _size_of_sequences(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Size:
-    size = replace(size, batch=len(lasts), starts=firsts, most_queries=lambda: (lasts - firsts).max() + 1)
+def _size_of_sequences(
+    size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, lasts: Tensor, offsets: Tensor, tokens: int
+) -> Size:
+    most_queries = lambda: (lasts - firsts).max() + 1  # noqa: E731
+    size = replace(size, batch=len(lasts), starts=firsts, most_queries=most_queries, end_to_end=(offsets, tokens))
     # If values may not be read, a sequence is assumed to have at most as many queries as keys.
     if not may_read(size, firsts, lasts):
         at_most = (*size.at_most, "Q", "S")
@@ -173,13 +181,13 @@ def _size_of_sequences(size: Size, *, inner: Any, sequences: Tensor, firsts: Ten
     return replace(size, q_len=q_len, q_offset=positions - q_len)
 
 
-def _band_of_rows(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
+def _band_of_rows(size: Size, *, inner: Mask, **places: Any) -> Band | None:
     # Distances are the same in each row, but for queries behind the last one of a sequence, whose results nobody takes.
     band = band_of(inner, _size_of_sequences(size, inner=inner, **places))
     return None if band is None or band.sequences is not None else band
 
 
-def _factors_of_rows(size: Size, *, inner: Score, **places: Tensor) -> Factors | None:
+def _factors_of_rows(size: Size, *, inner: Score, **places: Any) -> Factors | None:
     return factors_of(inner, _size_of_sequences(size, inner=inner, **places))  # distances are the same, as above
 
 

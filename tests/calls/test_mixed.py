@@ -215,6 +215,7 @@ def test_every_mask(name: str) -> None:
         "grouped_tril": {"seq_lens": torch.tensor([90, 100, 0, 70])},
         "padding": {"kv_lens": torch.tensor([90, 100, 0, 70])},
         "key_padding": {"attention_mask": torch.rand(4, 160) < 0.7},
+        "topk": {"indices": torch.randint(-1, 160, (4, 160, 1, 9))},
     }
     if name in of_sequences:
         mask = flexmasks.get_mask(name, **of_sequences[name])

@@ -130,7 +130,7 @@ def test_rows_are_those_of_their_sequences(name: str, may_read: bool) -> None:
     whole = evaluated(value, BATCH, HEADS, positions, LENGTH)
     sequences, starts = torch.tensor([2, 0, 2, 1]), torch.tensor([5, 8, 7, 0])
     firsts, lasts = torch.tensor([8, 0, 5]), torch.tensor([9, 1, 8])
-    rows = rows_of(value, sequences, firsts, lasts)
+    rows = rows_of(value, sequences, firsts, lasts, torch.tensor([0, 2, 4]), 8)
     queries = starts[:, None] + torch.arange(3)
     places = torch.minimum(queries, lasts[sequences][:, None])
     want = torch.stack([whole[s, :, p] for s, p in zip(sequences, places, strict=True)])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmasks
-from flexmasks import road
+from flexmasks import pages, road
 
 Q, KV, BATCH, HEADS = 4, 10, 2, 2
 ROWS, COLUMNS = 2, 5
@@ -25,7 +25,7 @@ _Call = tuple[dict[str, Any], Tensor]  # arguments of a call, and what they add 
 
 def _dense(batch: int) -> _Call:
     visible = torch.rand(batch, 1, Q, KV) > 0.4
-    return {"mask": visible}, torch.where(visible, 0.0, -math.inf)
+    return {"mask": visible}, _added(visible)
 
 
 def _dense_bias(batch: int) -> _Call:
@@ -44,7 +44,21 @@ def _decomposed_bias(batch: int) -> _Call:
     return {"score": "decomposed_bias", "rel_h": rel_h, "rel_w": rel_w}, added
 
 
-MAKERS: list[Callable[[int], _Call]] = [_dense, _dense_bias, _pair_bias, _decomposed_bias]
+def _topk(batch: int) -> _Call:
+    visible = torch.rand(batch, 1, Q, KV) > 0.4
+    return {"mask": flexmasks.get_mask("topk", indices=_indices(visible.flatten(0, 2)))}, _added(visible)
+
+
+def _indices(visible: Tensor) -> Tensor:
+    """The keys that each row sees, int32[rows, 1, keys]."""
+    return torch.where(visible, torch.arange(visible.shape[-1]), -1).int()[:, None]
+
+
+def _added(visible: Tensor) -> Tensor:
+    return torch.where(visible, 0.0, -math.inf)
+
+
+MAKERS: list[Callable[[int], _Call]] = [_dense, _dense_bias, _topk, _pair_bias, _decomposed_bias]
 
 
 def _want(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
@@ -105,7 +119,7 @@ def test_tables_of_other_calls(make: Callable[[int], _Call]) -> None:
         plan.update(q_offset=changed)
 
 
-@pytest.mark.parametrize("make", MAKERS[:2])
+@pytest.mark.parametrize("make", MAKERS[:3])
 def test_the_last_queries_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
     torch.manual_seed(0)
     arguments, added = make(BATCH)
@@ -118,7 +132,7 @@ def test_the_last_queries_of_sequences_in_pages(make: Callable[[int], _Call]) ->
     assert torch.allclose(out.double(), _want(q, k, v, added), atol=1e-5)
 
 
-@pytest.mark.parametrize("make", MAKERS[:2])
+@pytest.mark.parametrize("make", MAKERS[:3])
 def test_drafts_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
     torch.manual_seed(0)
     arguments, added = make(BATCH)
@@ -133,6 +147,25 @@ def test_drafts_of_sequences_in_pages(make: Callable[[int], _Call]) -> None:
         cache["kv_lens"] = cache["kv_lens"] - 1
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("name", ["dense", "topk"])
+def test_mixed_batches_in_pages(name: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not cut by their numbers of queries are so in pieces, of which some have no query."""
+    monkeypatch.setattr(pages, "reads_at_once", lambda device: is_cut)
+    torch.manual_seed(0)
+    q, k, v = _inputs()
+    visible, kv_lens = torch.rand(BATCH, 1, Q, KV) > 0.4, torch.tensor([7, 10])
+    tokens = torch.cat([q[0, :, :1], q[1]], 1).transpose(0, 1)
+    flat = torch.cat([visible[0, 0, :1], visible[1, 0]])
+    table = visible[[0, 0, 1]]  # the second sequence has no query
+    mask = table if name == "dense" else flexmasks.get_mask("topk", indices=_indices(flat))
+    caches = [x.transpose(1, 2).reshape(-1, 5, HEADS, 8) for x in (k, v)]
+    cache = {"page_table": torch.tensor([[0, 1], [1, 0], [2, 3]]), "kv_lens": torch.tensor([7, 4, 10])}
+    out = flexmasks.varlen_attention(tokens, *caches, [0, 1, 1, 1 + Q], mask=mask, backend="reference", **cache)
+    want = _want(q, k, v, _added(visible & (torch.arange(KV) < kv_lens[:, None, None, None]))).transpose(1, 2)
+    assert torch.allclose(out.double(), torch.cat([want[0, :1], want[1]]), atol=1e-5)
+
+
 @pytest.mark.parametrize("q_start", one_in(2, [0, 3, "last"]))
 def test_tables_inside_sequences(q_start: Any) -> None:
     torch.manual_seed(0)
@@ -145,6 +178,41 @@ def test_tables_inside_sequences(q_start: Any) -> None:
         part = [x.transpose(0, 1)[None] for x in (q[rows], k[a:b], v[a:b])]
         want = _want(*part, torch.where(visible[s : s + 1, :, :, : b - a], 0.0, -math.inf))
         assert torch.allclose(out[rows].transpose(0, 1)[None].double(), want, atol=1e-5)
+
+
+_PLACES = list(itertools.product([3, "last", [6, 0, 4]], ["dense", "topk"]))
+
+
+@pytest.mark.parametrize(
+    ("q_start", "name", "is_traced"),
+    [*((*place, False) for place in _PLACES), *one_in(6, [(*place, True) for place in _PLACES])],
+)
+def test_tables_inside_sequences_before_padding(q_start: Any, name: str, is_traced: bool) -> None:
+    torch.manual_seed(0)
+    counts, kv_counts, tokens = [3, 0, Q], [KV, 2, KV - 2], 3 + Q + 2  # two of them are padding
+    offsets, kv_offsets = (torch.tensor([0, *itertools.accumulate(x)]) for x in (counts, kv_counts))
+    q, k, v = (torch.randn(n, HEADS, 8) for n in (tokens, sum(kv_counts), sum(kv_counts)))
+    visible = torch.rand(3, Q, KV) > 0.4
+    rows = torch.cat([*(x[:n] for x, n in zip(visible, counts, strict=True)), visible[0, :2]])
+    keys_of_sequences = torch.arange(KV) < torch.tensor([KV] * 3 + [KV - 2] * Q + [0] * 2)[:, None]
+    indices = _indices(rows & keys_of_sequences)
+    mask = visible[:, None] if name == "dense" else flexmasks.get_mask("topk", indices=indices)
+    start = torch.tensor(q_start) if isinstance(q_start, list) else q_start
+
+    def call(q: Tensor, offsets: Tensor, **more: Any) -> Tensor:
+        more |= {"mask": mask, "q_offset": start, "backend": "reference"}
+        out: Tensor = flexmasks.varlen_attention(q, k, v, offsets, kv_offsets, **more)
+        return out
+
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if is_traced else call
+    for more in ({}, {"max_seqlen_k": KV}):
+        out = run(q, offsets, **more)
+        assert not out[-2:].any()
+        for s, (a, b) in enumerate(pairwise(offsets.tolist())):
+            keys = slice(*kv_offsets[s : s + 2].tolist())
+            part = [x.transpose(0, 1)[None] for x in (q[a:b], k[keys], v[keys])]
+            want = _want(*part, _added(visible[s, : b - a, : kv_counts[s]]))
+            assert torch.allclose(out[a:b].transpose(0, 1)[None].double(), want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
