@@ -91,7 +91,8 @@ def _topk_prepare(
 ) -> dict[str, Any]:
     columns = entries_of_keys(size, "indices", indices, pair(block)[1], _REASON)
     visible_blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    visible_blocks.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
+    is_none = (indices < 0) | (indices >= columns)  # indices that are not read may be anything
+    visible_blocks.scatter_(-1, torch.where(is_none, columns, indices.long()), True)
     return _checked(size, visible_blocks[..., :-1].contiguous(), pair(block))
 
 

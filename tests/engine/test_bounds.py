@@ -153,6 +153,23 @@ def test_plans_of_chosen_keys_hold_no_table_of_pairs(monkeypatch: pytest.MonkeyP
     assert max(sizes.values()) <= LENGTH * LENGTH // 8, sizes  # the bits themselves
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("topk", {"granularity": 1}), ("topk", {"granularity": 64}), ("block_topk", {"block": 64})]
+)
+def test_entries_behind_the_keys_are_none_where_they_are_not_read(name: str, tokens: dict[str, int]) -> None:
+    keys = [0, -1, LENGTH // 64, LENGTH, 1 << 20, (1 << 63) - 1, -(1 << 63)]
+    indices = torch.tensor(keys)[torch.randint(0, len(keys), (LENGTH, 1, 3))]
+    indices = indices if name == "topk" else indices[: LENGTH // 64, 0]
+    entries = LENGTH // next(iter(tokens.values()))
+    shown = [
+        get_mask(name, indices=x, **tokens)._resolve(unread(SIZE, 0))
+        for x in (indices, torch.where((indices < 0) | (indices >= entries), -1, indices))
+    ]
+    table = "chosen" if name == "topk" else "visible_blocks"
+    assert shown[0][table].any()
+    assert torch.equal(*(x[table] for x in shown))
+
+
 def test_sizes_that_are_not_read_are_bounds() -> None:
     starts = torch.tensor([3, 9])
     size = Size(BATCH, 3, 100, 200, CPU, dtype=torch.float64, approximate=True)
