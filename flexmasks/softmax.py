@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexmasks import checkpointing, compat
 from flexmasks.context import is_traced_or_transformed
-from flexmasks.kernels.softmax_operator import has_transforms, hidden_places, softmax
-from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
+from flexmasks.kernels.direct import is_plain
+from flexmasks.kernels.softmax_operator import has_transforms, hidden_places, softmax, softmax_alone, softmax_operator
 from flexmasks.plans.checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.plans.rows import rows_of
 from flexmasks.spec.aliases import has_derivatives
@@ -96,10 +96,10 @@ def masked_softmax(
         check_visible("flexmasks.masked_softmax", x, mask)
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         return _watched(_softmax(x, None, None, mask, True, scale), mask)
-    shape = x.shape
-    x, q_offset = x.reshape(_with_heads(shape)), listed(q_offset, x.device)
-    rows = rows_of(mask, params, x, q_offset)
-    return _watched(_softmax(x, *rows, True, scale).view(shape), mask, params, q_offset)
+    q_offset = listed(q_offset, x.device)
+    scores = x if x.ndim == 4 else x.reshape(_with_heads(x.shape))
+    out = _softmax(scores, *rows_of(mask, params, scores, q_offset), True, scale)
+    return _watched(out if x.ndim == 4 else out.view(x.shape), mask, params, q_offset)
 
 
 def _with_heads(shape: torch.Size) -> tuple[int, ...]:
@@ -113,8 +113,10 @@ def _softmax(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
     """Call the operator, whose arguments these are, or the formula where the operator has no derivatives."""
+    if is_plain(x):
+        return softmax_alone(x, bounds, bits, mask, visible, float(scale))
     if not (has_transforms() or compat.in_onnx_export()):
-        return softmax_operator(x, bounds, bits, mask, visible, torch.sym_float(scale))
+        return softmax_operator(x, bounds, bits, mask, visible, torch.sym_float(scale))  # type: ignore[no-any-return]
     if compat.statically_known_true(x.numel() > _LARGE):
         _warn_of_formula()
     columns = torch.arange(x.shape[-1], device=x.device)
@@ -136,7 +138,8 @@ def _warn_once(text: str) -> None:
 
 def _watched(out: Tensor, mask: Any, params: Any = None, q_offset: Any = None) -> Tensor:
     """Return the output of a call with a mask, which activation checkpointing may make again."""
-    if mask is None or is_traced_or_transformed():
+    without_gradient = torch.is_grad_enabled() and not out.requires_grad
+    if mask is None or without_gradient or is_traced_or_transformed():
         return out
 
     def check_of_tensors() -> Callable[[], None]:

@@ -32,12 +32,10 @@ from flexmasks.kernels.operators import NAMESPACE, define, library
 from flexmasks.workers import Workers
 
 
-def masked_softmax(
+def softmax_alone(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    """Run the operator, without the dispatcher where nothing needs it."""
-    if not is_plain(x):
-        return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+    """Do what the operator does for a plain x, without the dispatcher."""
     if x.requires_grad and torch.is_grad_enabled():
         return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     return _forward(x, bounds, bits, mask, visible, scale)
@@ -88,7 +86,7 @@ def _run(*args: Any) -> Tensor:
     return _forward(*args)
 
 
-_forward_op = define(
+softmax_operator = define(
     "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
     _run,
     _fake,

@@ -104,7 +104,7 @@ def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any, tens
     definition: Hashable = functions_of("mask", mask)
     try:
         if params or not isinstance(definition, str):  # a name without parameters captures nothing
-            definition = key_of((definition, params), tensors)
+            definition = key_of((definition, params) if params else definition, tensors)
     except Opaque:
         return None
     offset = "tensor" if isinstance(q_offset, Tensor) else q_offset
