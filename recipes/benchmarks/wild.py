@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from benchmarks.loops import compiled_flex
+from benchmarks.memory import peak_bytes
 from benchmarks.results import Benchmark, Row, text_table
 from benchmarks.runner import measure_passes
 from benchmarks.steps_tables import github_table
 from benchmarks.wild_masks import WILD, Pair, Wild
 from flexmasks.attention import attention, block_mask, explain
-from flexmasks.bench.clock import interleaved, synchronize, wall_milliseconds
+from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.planning import plan
 from flexmasks.spec.arguments import get_mask
@@ -41,16 +42,21 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         f"{name}, planning": functools.partial(_planning, wild, device, quick) for name, wild in WILD.items()
     }
     if device.type == "cuda":
-        steps |= {f"{name}, attention": functools.partial(_attention, WILD[name], device, quick) for name in _ATTENDED}
+        passes = {name: functools.partial(_attention, WILD[name], device, quick) for name in _ATTENDED}
+        steps |= {f"{name}, forward and backward": step for name, step in passes.items()}
     return steps
 
 
 def _planning(wild: Wild, device: torch.device, quick: bool) -> list[Row]:
     """Return what it takes to find the blocks of both masks, and on a CPU whether they are equal.
 
-    function_ms, named_ms: without what earlier calls left in caches. torch_ms: compiled create_block_mask, and
-    torch_first_s its first call. On a CPU all are processor time, which other work does not change. same: all three
-    find the same lists of blocks.
+    function_ms, named_ms: without what earlier calls left in caches.
+    torch_ms: create_block_mask, on a CPU compiled, and torch_first_s its first call there. For a GPU Triton compiled
+        one of the functions (DFlash's) for more than a minute, and projects call create_block_mask as it is, too.
+    function_mb, named_mb, torch_mb: the most memory of a GPU.
+    same: all three find the same lists of blocks.
+
+    On a CPU all times are processor time, which other work does not change.
     """
     about: Row = {"kind": "planning", "case": wild.name}
     if device.type == "cpu":
@@ -68,20 +74,26 @@ def _planning(wild: Wild, device: torch.device, quick: bool) -> list[Row]:
 
     found = [functools.partial(ours, pair.function, 0), functools.partial(ours, pair.named, pair.q_offset)]
     calls: dict[str, Callable[[], object]] = dict(zip(("function", "named"), found, strict=True))
-    create = _compiled_create(pair, device)
-    start = _seconds(device)
-    try:
-        made = _lists(create())
-    except Exception as error:  # torch then offers the function as it is, which takes memory of queries x keys
-        about["torch_fails"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
-        create = _created(create_block_mask, pair, device)
-        start = _seconds(device)
-        made = _lists(create())
-    about["torch_first_s"] = round(_seconds(device) - start, 2)
+    create = _created(create_block_mask, pair, device)
+    if device.type == "cpu":
+        torch.compiler.reset()
+        compiled = _created(torch.compile(create_block_mask, dynamic=False), pair, device)
+        start = _processor_seconds()
+        try:
+            compiled()
+            create = compiled
+        except Exception as error:  # torch then offers the function as it is, which takes memory of queries x keys
+            about["torch_fails"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+            start = _processor_seconds()
+            create()
+        about["torch_first_s"] = round(_processor_seconds() - start, 2)
+    made = _lists(create())
     about["same"] = all(torch.equal(a, b) for one in found for a, b in zip(_lists(one()), made, strict=True))
     del made
     calls["torch"] = create
     times = interleaved(calls, device, _RUNS[device.type], _milliseconds)
+    if device.type == "cuda":
+        about |= {f"{name}_mb": round(peak_bytes(call, device) / 1e6, 2) for name, call in calls.items()}
     blocks = get_mask(pair.function).blocks(pair.q_len, pair.kv_len, device=device, q_offset=0, **sizes)
     about |= {"q_len": pair.q_len, "kv_len": pair.kv_len, "heads": pair.heads}
     about |= {f"{name}_ms": float(f"{ms:.4g}") for name, (ms, _) in times.items()}
@@ -90,19 +102,13 @@ def _planning(wild: Wild, device: torch.device, quick: bool) -> list[Row]:
     return [about]
 
 
-def _compiled_create(pair: Pair, device: torch.device) -> Callable[[], BlockMask]:
-    torch.compiler.reset()
-    return _created(torch.compile(create_block_mask, dynamic=False), pair, device)
-
-
 def _created(create: Callable[..., BlockMask], pair: Pair, device: torch.device) -> Callable[[], BlockMask]:
     return lambda: create(pair.function, 1, pair.heads, pair.q_len, pair.kv_len, device=str(device))
 
 
-def _seconds(device: torch.device) -> float:
-    """Return a time: that of the processor for this process and those that it waited for, or of a clock on a GPU."""
-    synchronize(device)
-    return time.perf_counter() if device.type == "cuda" else sum(os.times()[:4])
+def _processor_seconds() -> float:
+    """Return the processor's time for this process and for those that it waited for."""
+    return sum(os.times()[:4])
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
@@ -217,15 +223,17 @@ def _planned(run: dict[str, Any]) -> str:
     faster = [row["case"] for row in rows if row["torch_ms"] < row["function_ms"]]
     exact = sum(row["undecided"] <= row["partial"] for row in rows)
     machine = run["machine"]
-    time_is = ", processor time" if machine["device_type"] == "cpu" else ""
+    time_is, torch_is = "", "create_block_mask is called as it is, not compiled; in brackets the most megabytes"
+    if machine["device_type"] == "cpu":
+        time_is = ", processor time"
+        torch_is = "create_block_mask is compiled for the function, and its first call takes the seconds in brackets"
     about = (
         f"On {machine['device']}, torch {machine['torch']}; milliseconds{time_is}, medians. The function as the "
         "project has it and the mask of this library are planned without what earlier calls left in caches; "
-        "create_block_mask is compiled for the function, and its first call takes the seconds in brackets. For "
-        f"{same} of {len(rows)} masks all three find the same lists of blocks, and for {exact} functions only partial "
-        "blocks are looked at element by element. In the median create_block_mask takes "
-        f"{statistics.median(times):.0f} times as long as planning the function; it is faster for "
-        f"{'; '.join(faster) or 'none'}."
+        f"{torch_is}. For {same} of {len(rows)} masks all three find the same lists of blocks, and for {exact} "
+        "functions only partial blocks are looked at element by element. In the median create_block_mask takes "
+        f"{statistics.median(times):,.3g} times as long as planning the "
+        f"function; it is faster for {'; '.join(faster) or 'none'}."
     )
     cells = [
         [
@@ -233,9 +241,11 @@ def _planned(run: dict[str, Any]) -> str:
             f"{row['q_len']:,} x {row['kv_len']:,}" + (f", {row['heads']} heads" if row["heads"] > 1 else ""),
             f"{row['full']:,}, {row['partial']:,} of {row['blocks']:,}",
             f"{row['undecided']:,}",
-            f"{row['function_ms']:.3g}",
-            f"{row['named_ms']:.3g}",
-            f"{row['torch_ms']:.3g} ({row['torch_first_s']:.1f})" + ", not compiled" * ("torch_fails" in row),
+            f"{row['function_ms']:.3g}" + _brackets(row, "function_mb"),
+            f"{row['named_ms']:.3g}" + _brackets(row, "named_mb"),
+            f"{row['torch_ms']:.3g}"
+            + _brackets(row, "torch_mb", "torch_first_s")
+            + ", not compiled" * ("torch_fails" in row),
         ]
         for row in rows
     ]
@@ -247,6 +257,11 @@ def _planned(run: dict[str, Any]) -> str:
     header = ["mask", "queries x keys", "full, partial blocks", "looked at", "the function", "the mask"]
     parts = [about, github_table(cells, [*header, "create_block_mask"]), "\n".join(fails)]
     return "\n\n".join(filter(None, parts))
+
+
+def _brackets(row: Row, *names: str) -> str:
+    """Return the figure of the first of these names that the row has, in brackets."""
+    return next((f" ({row[name]:,.1f})" for name in names if name in row), "")
 
 
 def _attended(machine: dict[str, str], rows: list[Row]) -> str:
