@@ -22,6 +22,18 @@ ENTRY = 4096  # approximate bytes of an entry without its tensors
 FACT = 1 << 14  # bytes that a fact about a kind counts, so that there are at most 65,536
 
 
+def bytes_of(value: Any) -> int:
+    """Return the bytes of a value: what it says by `nbytes`, as tensors do, or those of the parts of a NamedTuple, a
+    list or a BlockMask. Other tuples hold keys, or tensors of the user's.
+    """
+    nbytes = getattr(value, "nbytes", None)
+    if nbytes is not None:
+        return int(nbytes)
+    if hasattr(value, "as_tuple"):
+        return sum(map(bytes_of, value.as_tuple()))
+    return sum(map(bytes_of, value)) if isinstance(value, list) or hasattr(value, "_fields") else 0
+
+
 class CacheInfo(NamedTuple):
     """Counts and sizes of one cache, see `cache_info()`."""
 

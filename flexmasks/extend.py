@@ -51,7 +51,7 @@ from flexmasks.blocks.limits import Work, progress
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.reads import reads_outside
 from flexmasks.blocks.strips import Counts, count_in_strips, first_key, queries_that_see, visible_in_strips
-from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.cache import ENTRY, PLANS, Part, bytes_of
 from flexmasks.compat import BlockMask, constant_in_graphs, constants, group_timeout, is_compiling
 from flexmasks.context import is_capturing, is_invariant
 from flexmasks.kernels.wide import copy
@@ -420,8 +420,8 @@ class Kept(Part[Value]):
         >>> from flexmasks.extend import Kept
         >>> lengths = Kept("my_library.lengths")
         >>> mask = torch.ones(2, 5)
-        >>> first = lengths.made("sum", [mask], lambda: mask.sum(1), lambda x: x.nbytes)
-        >>> first is lengths.made("sum", [mask], lambda: mask.sum(1), lambda x: x.nbytes)
+        >>> first = lengths.made("sum", [mask], lambda: mask.sum(1))
+        >>> first is lengths.made("sum", [mask], lambda: mask.sum(1))
         True
     """
 
@@ -429,11 +429,15 @@ class Kept(Part[Value]):
         super().__init__(PLANS, name)
 
     def made(
-        self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], nbytes: Callable[[Value], int]
+        self,
+        key: Hashable,
+        tensors: Sequence[Tensor],
+        make: Callable[[], Value],
+        nbytes: Callable[[Value], int] = bytes_of,
     ) -> Value:
         """Return what `make` returned before for this key and these tensors, or call it.
 
-        nbytes: the bytes of a value, roughly.
+        nbytes: the bytes of a value, roughly. By default those of a tensor, or of the parts of a NamedTuple or list.
         """
         value = self.get(key, tensors)
         if value is None:

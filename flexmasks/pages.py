@@ -15,7 +15,7 @@ from flexmasks.backends.call import Inputs, Operand, Pages, PageTable, Result
 from flexmasks.backends.plain import attend_nothing, computes_nothing
 from flexmasks.backends.table import BACKENDS, choose, why_not
 from flexmasks.backends.table import run as run_on_backend
-from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.cache import ENTRY, PLANS, Part, bytes_of
 from flexmasks.context import Context, is_capturing, is_invariant, reads_at_once
 from flexmasks.devices import compiles_by_triton, runs_triton
 from flexmasks.kernels.sinks import with_sinks
@@ -424,7 +424,7 @@ def _mixed(q: Tensor, offsets: Tensor, cache: _Cache, q_offset: int | Tensor | N
         sequences = PagedSequences(offsets, places, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:
-            _LAYOUTS.put(key, given, mixed, ENTRY + mixed.nbytes)
+            _LAYOUTS.put(key, given, mixed, ENTRY + bytes_of(mixed))
     return cast(Mixed, mixed)
 
 

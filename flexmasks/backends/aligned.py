@@ -109,10 +109,6 @@ class Aligned(NamedTuple):
                 return placed._replace(is_wrong=placed.is_wrong | (before_padding < 0), unpadded=before_padding), ()
             return placed, (look, Look.at(placed.is_wrong.int().view(1), functools.partial(_judge, in_row)))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self if isinstance(t, Tensor))
-
     def for_batch(self, batch: int) -> Aligned:
         """Return the slots of one row if they are those of all."""
         if batch > 1:

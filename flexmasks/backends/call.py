@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
-from flexmasks.blocks.lists import lists_of
-from flexmasks.cache import FACT, KINDS, Part
+from flexmasks.cache import FACT, KINDS, Part, bytes_of
 from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.context import Context
 from flexmasks.errors import Outgrown, Unfit, cannot_read, cannot_write, passing_error
@@ -129,10 +128,6 @@ class BlocksAndScore(NamedTuple):
     def of(cls, plans: Plans) -> BlocksAndScore:
         return cls(plans.mask.block_mask, None if plans.score is None else plans.score.mod())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
-
 
 class Kernel:
     """Base of kernels: functions of q, k, v, sinks and forms, for all calls that differ in the values of tensors only.
@@ -207,7 +202,7 @@ class Ready(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that keeping the forms takes."""
-        return sum(getattr(form, "nbytes", 0) for form in self.forms)
+        return sum(map(bytes_of, self.forms))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Result:
         if sinks is not None and not self.kernel.folds_sinks(q, k, v, sinks):

@@ -224,10 +224,6 @@ class KeyIntervals(NamedTuple):
     counts: Tensor
     hidden: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self)
-
 
 _INTERVALS: Part[KeyIntervals] = Part(PLANS, "key_intervals")
 _UNFIT: Part[str] = Part(KINDS, "masks_of_no_intervals")

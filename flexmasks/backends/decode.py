@@ -127,10 +127,6 @@ class _Form(NamedTuple):
     score_mod: Callable[..., Tensor] | None  # a score change that is more than `added`
     parts: list[_Part]
 
-    @property
-    def nbytes(self) -> int:
-        return self.visible.nbytes + self.added.nbytes
-
 
 @dataclass(frozen=True)
 class CpuKernel(Kernel):

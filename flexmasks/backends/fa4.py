@@ -191,10 +191,6 @@ class VarlenForm(NamedTuple):
     sequences: Sequences
     look: Look | None = None  # confirms them once the kernel is launched
 
-    @property
-    def nbytes(self) -> int:
-        return self.sequences.nbytes
-
 
 @dataclass(frozen=True)
 class Fa4Kernel(_Fa4):
@@ -347,10 +343,6 @@ class Ends(NamedTuple):
 
     ends: Tensor  # the number of keys that the kernel gets, int32 [B]
     table: Tensor | None  # the page table as the kernel takes it, int32
-
-    @property
-    def nbytes(self) -> int:
-        return self.ends.nbytes + (0 if self.table is None else self.table.nbytes)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.flex_kernels import OUT_OF_RESOURCE, NeedsData, Runner, flex_by, widened
 from flexmasks.backends.kernel_tiles import NO_READS, UNKNOWN_READS, Reads, chosen_tiles
-from flexmasks.blocks.lists import lists_of
 from flexmasks.devices import compiles_by_triton, why_no_triton
 from flexmasks.kernels.operators import hold, separate
 from flexmasks.plans.mask_plan import MaskPlan
@@ -108,11 +107,6 @@ class FlexForm(NamedTuple):
     shapes: tuple[torch.Size, ...] | None = None
     aligned: Aligned | None = None
     looks: tuple[Look, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        of_slots = 0 if self.aligned is None else self.aligned.nbytes
-        return of_slots + sum(t.nbytes for t in lists_of(self.block_mask) if t is not None)
 
 
 def kernel(call: Call) -> Kernel:

@@ -125,10 +125,6 @@ class OrderedTiles(NamedTuple):
         first, end = (torch.searchsorted(of_kv, of_q, right=right) for right in (False, True))
         return cls(q, kv, first, end)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self)
-
 
 def _in_tiles(sequences: Tensor, positions: Tensor, most: int, size: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of tiles [tiles, size], and the number of the sequence of each tile."""

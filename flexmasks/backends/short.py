@@ -98,11 +98,6 @@ class _Form(NamedTuple):
     shows: bool  # whether torch's kernel shows all of `added`
     summand: Summand | None = None
 
-    @property
-    def nbytes(self) -> int:
-        tensors = self.visible, self.bias, self.added, self.hidden_rows
-        return sum(x.nbytes for x in tensors if x is not None)
-
     def read_by_backward(self) -> list[Tensor]:
         return [self.visible, *(t for t in self.bias or () if t is not None)]
 

@@ -29,6 +29,7 @@ from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.slices import Recomputed, Visible, needed_gradients, tangents_by_slices
 from flexmasks.backends.tiles import learned_by, with_views
 from flexmasks.backends.tiles_operator import call_of, in_another_thread, taken_apart
+from flexmasks.cache import bytes_of
 from flexmasks.devices import runs_own_kernels
 from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import TRITON_DTYPES
@@ -94,7 +95,7 @@ class Form(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.blocks.nbytes + sum(t.nbytes for t in self.data or ())
+        return bytes_of(self.blocks) + sum(t.nbytes for t in self.data or ())
 
 
 class TangentKernel(Kernel):

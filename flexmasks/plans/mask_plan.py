@@ -29,7 +29,6 @@ from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.plan import (
     PROGRAMS,
-    HasBytes,
     ModifierPlan,
     Prepared,
     Program,
@@ -69,7 +68,7 @@ _SPANNED: Part[Spanned] = Part(PLANS, "spanned")
 _DATA: Part[MaskData] = Part(PLANS, "data")
 # Facts about the first masks of their kinds.
 _COMPUTED: Part[Computed] = Part(KINDS, "computed_blocks")
-_Form = TypeVar("_Form", bound=HasBytes)
+_Form = TypeVar("_Form")
 
 
 class Computed(NamedTuple):
@@ -434,7 +433,7 @@ class MaskPlan(ModifierPlan):
     ) -> _Form:
         """A form of tensors alone, cached or made. The host reads values as for `whole`.
 
-        form: a NamedTuple of tensors with `nbytes`. Each has a cache of its own.
+        form: a NamedTuple of tensors. Each has a cache of its own.
         make: makes the tensors, by operations whose shapes depend on shapes only, which read no values.
         """
         return self._made(cache, form, lambda *given: make(self._sized_like(*given)))

@@ -48,10 +48,6 @@ class Mixed(NamedTuple):
     lasts: Tensor
     offsets: Tensor  # int32[N], the first query of each sequence among all
 
-    @property
-    def nbytes(self) -> int:
-        return self.places.nbytes + sum(t.nbytes for batch in self.batches for t in batch)
-
 
 def by_number_of_queries(given: PagedSequences, total: int) -> Mixed:
     """Batches of sequences with equally many queries. The host reads the offsets.

@@ -11,14 +11,14 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from flexmasks import compat
-from flexmasks.cache import ENTRY, KINDS, Part, identity
+from flexmasks.cache import ENTRY, KINDS, Part, bytes_of, identity
 from flexmasks.context import is_capturing
 from flexmasks.devices import compiles_by_triton
 from flexmasks.errors import passing_error
@@ -68,14 +68,7 @@ class Program:
                 self.why_exact = cannot_record(error)
 
 
-class HasBytes(Protocol):
-    """What caches may keep."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-_P = TypeVar("_P", bound=HasBytes)
+_P = TypeVar("_P")
 _V = TypeVar("_V")
 PROGRAMS: Part[Program] = Part(KINDS, "programs")
 
@@ -239,7 +232,7 @@ class ModifierPlan:
             learned = isinstance(prepared, Prepared) and bool(tensors_of(prepared.resolved))
             is_of_graph = learned and any(t.requires_grad for t in tensors)
             if not is_of_graph and self._is_as_keyed() and states == list(map(identity, tensors)):
-                cache.put(key, tensors, prepared, prepared.nbytes)
+                cache.put(key, tensors, prepared, bytes_of(prepared))
         return prepared
 
     def _is_as_keyed(self) -> bool:

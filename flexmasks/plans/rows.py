@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.cache import ENTRY, PLANS, Part, bytes_of
 from flexmasks.kernels.operators import positions
 from flexmasks.plans.alignment import aligned, are_equal, may_differ, of_word, unsaid
 from flexmasks.plans.checks import check_offset
@@ -50,10 +50,6 @@ class Rows(NamedTuple):
     bits: Tensor | None = None
     seen: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self if t is not None)
-
 
 _ROWS: Part[Rows] = Part(PLANS, "rows")
 
@@ -81,7 +77,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor, q_offset: Any) -> Rows
             mask_mod = shifted_mask(value._bind(value._resolve(_size(x, offset, bool(is_traced)))), offset)
             rows = (trace if is_traced else build)(mask_mod, *_sizes(x))
         if key is not None and not is_traced:
-            _ROWS.put(key, tensors, rows, ENTRY + rows.nbytes)
+            _ROWS.put(key, tensors, rows, ENTRY + bytes_of(rows))
     return rows
 
 

@@ -32,10 +32,6 @@ class Whole(NamedTuple):
     full_counts: Tensor
     full: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self)
-
 
 class Spanned(NamedTuple):
     """A whole mask of many queries, and the spans of its tiles, see `kernels.whole_mask`."""
@@ -44,20 +40,12 @@ class Spanned(NamedTuple):
     key_spans: Tensor
     query_spans: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self)
-
 
 class Added(NamedTuple):
     """Numbers that a score change adds to all scores. They are weight * numbers, or numbers if there is no weight."""
 
     numbers: Tensor  # float32 [B or 1, H or 1, Q or 1, KV]
     weight: Tensor | None = None  # float32 [B or 1, H or 1, Q or 1, 1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self if t is not None)
 
     def product(self) -> Tensor:
         return self.numbers if self.weight is None else self.weight * self.numbers

@@ -133,8 +133,6 @@ class Intervals:
     offset: Offset | None
     lens: Tensor | None
 
-    nbytes = 0
-
     def with_tensors(self, offset: Offset | None, lens: Tensor | None) -> Intervals:
         """Return the same intervals with other tensors."""
         return Intervals(self.left, self.right, offset, lens)

@@ -37,10 +37,6 @@ class Sequences(NamedTuple):
     counts: Tensor
     by_head: Tensor | None = None  # as q for [B, H, S, D] in memory order, head after head; None where that is slower
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self if t is not None)
-
     def head_after_head(self, heads: int, length: int) -> Sequences:
         """The sequences of self-attention over `length` tokens, also for [B, H, S, D] read as one line."""
         starts, end = self.q[:-1].long(), self.q[-1:].long() * heads

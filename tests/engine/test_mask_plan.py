@@ -125,10 +125,6 @@ class Firsts(NamedTuple):
 
     firsts: Tensor  # int64 [B or 1, H or 1, Q]
 
-    @property
-    def nbytes(self) -> int:
-        return self.firsts.nbytes
-
 
 def test_a_kernel_brings_a_form_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made once for unchanged tensors, and recorded for the others as all forms are."""

@@ -472,7 +472,7 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
     """Return make(given, *sizes), which only the first layer of a step computes."""
     if not may_keep(given.device):
         return make(given, *sizes)
-    return _DERIVED.made((make, *sizes), [given], lambda: make(given, *sizes), lambda x: x.nbytes)
+    return _DERIVED.made((make, *sizes), [given], lambda: make(given, *sizes))
 
 
 def _if_others(offsets: Tensor | None, known: Tensor) -> Tensor | None:
@@ -481,9 +481,7 @@ def _if_others(offsets: Tensor | None, known: Tensor) -> Tensor | None:
         return None
     if offsets.shape != known.shape or not may_keep(known.device):
         return offsets
-    are_same = _DERIVED.made(
-        (_if_others,), [offsets, known], lambda: (offsets == known).all().cpu(), lambda x: x.nbytes
-    )
+    are_same = _DERIVED.made((_if_others,), [offsets, known], lambda: (offsets == known).all().cpu())
     return None if bool(are_same) else offsets
 
 
