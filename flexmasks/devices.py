@@ -52,12 +52,14 @@ def _nvidia_gpu(
 
 
 @compat.constant_in_graphs
-@functools.cache
 def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in float64: Apple's GPUs do not, and some of Intel's."""
-    if device.type != "xpu" or not torch.xpu.is_available():
-        return device.type != "mps"
-    return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type not in ("mps", "xpu") or (device.type == "xpu" and _intels_has_float64(device))
+
+
+@functools.cache
+def _intels_has_float64(device: torch.device) -> bool:
+    return not torch.xpu.is_available() or bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
 def device_of_float64(device: torch.device) -> torch.device:

@@ -235,6 +235,15 @@ def test_softmax_of_amd_is_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Intel's and Apple's ---
 
 
+@pytest.mark.parametrize("of_arc", [False, True])
+def test_which_have_float64(of_arc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=not of_arc))
+    monkeypatch.setattr(devices, "_intels_has_float64", devices._intels_has_float64.__wrapped__)
+    has = {kind: devices.has_float64(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")}
+    assert has == {"cpu": True, "cuda": True, "xpu": not of_arc, "mps": False}
+
+
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose flex_attention runs on MPS, too."""
@@ -367,15 +376,12 @@ def test_calls_elsewhere(kind: str, score: str | None, monkeypatch: pytest.Monke
     the same numbers there.
     """
     on_gpu_of(monkeypatch, (7, 5))
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
-    devices.has_float64.cache_clear()  # type: ignore[attr-defined]
+    monkeypatch.setattr(devices, "_intels_has_float64", lambda device: False)
     want = _results(lambda x, learns=False: x.requires_grad_(learns), score)
     with device_elsewhere(kind, has_float64=kind == "cuda") as there:
         for x, y in zip(_results(there, score), want, strict=True):
             assert x.device.type == kind
             torch.testing.assert_close(numbers(x), y, atol=1e-5, rtol=1e-5)
-    devices.has_float64.cache_clear()  # type: ignore[attr-defined]
 
 
 def test_lists_of_blocks_of_intel() -> None:
