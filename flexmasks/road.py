@@ -336,18 +336,12 @@ def _with_plain_tensors(request: Request) -> Request:
     others = request.score, dict(request.params), request.q_offset
     if any(map(compat.is_wrapped, tensors_of((request.mask, others)))):
         with contextlib.suppress(Opaque):
-            mask = with_tensors(request.mask, _without_wrappers)
+            mask = with_tensors(request.mask, tangents.alone)
             score, params, offset = with_tensors(
-                others, lambda t: t if t.is_floating_point() or t.is_complex() else _without_wrappers(t)
+                others, lambda t: t if t.is_floating_point() or t.is_complex() else tangents.alone(t)
             )
             return request._replace(mask=mask, score=score, params=params, q_offset=offset)
     return request
-
-
-def _without_wrappers(tensor: Tensor) -> Tensor:
-    """Return a tensor without the wrappers of gradients. One that belongs to a batch of vmap stays as it is."""
-    plain = compat.without_wrappers(tensor)
-    return tensor if plain is None else plain
 
 
 # --- what earlier calls have made ---

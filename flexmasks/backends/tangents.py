@@ -61,20 +61,20 @@ class Duals(NamedTuple):
                 if t.is_floating_point()
             ):
                 return None
-            others = with_tensors(others, _alone)
+            others = with_tensors(others, alone)
         except Opaque:
             return None
         duals = [forward_ad.unpack_dual(x, level=0) for x in (q, k, v)]
-        primals = [_alone(dual.primal) for dual in duals]
+        primals = [alone(dual.primal) for dual in duals]
         tangents = [
-            x.new_zeros(()).expand(x.shape) if dual.tangent is None else _alone(dual.tangent)
+            x.new_zeros(()).expand(x.shape) if dual.tangent is None else alone(dual.tangent)
             for x, dual in zip(primals, duals, strict=True)
         ]
         return cls((primals[0], primals[1], primals[2]), (tangents[0], tangents[1], tangents[2]), others)
 
 
-def _alone(x: Tensor) -> Tensor:
-    """Return a tensor without the wrapper of a transform."""
+def alone(x: Tensor) -> Tensor:
+    """Return a tensor without the wrappers of transforms. One that belongs to a batch of vmap stays as it is."""
     plain = compat.without_wrappers(x)
     return x if plain is None else plain
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -24,6 +24,15 @@ Tensors: TypeAlias = Sequence[Tensor | None]
 Numbers: TypeAlias = tuple[Any, ...]
 # Takes the tensors of a kernel and the numbers behind them; the other arguments are the same at each launch.
 Launch: TypeAlias = Callable[[Tensors, Numbers], None]
+
+
+class Settings(NamedTuple):
+    """The queries and keys of a program or of a step, and the settings of a kernel."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,8 +9,6 @@ attention alone. If not, output and lse are computed too, by a running softmax: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +19,7 @@ from flexmasks.devices import HOPPER, LITTLE_MEMORY, shared_memory
 from flexmasks.kernels.direct import on, with_rows_together
 from flexmasks.kernels.launches import (
     Launch,
+    Settings,
     compiled,
     dot_type,
     layouts_of,
@@ -169,15 +168,6 @@ def tangent_kernel(
     tangents = acc - slope[:, None] * result
     tl.store(out_tangent + of_out, tangents.to(out_tangent.dtype.element_ty), mask=is_written)
     tl.store(lse_tangent + of_rows, slope, mask=is_row)
-
-
-class Settings(NamedTuple):
-    """The queries and keys of a program or of a step, and the settings of a kernel."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # By the bytes of a number, and the width of a head up to which they are for: they fit registers and shared memory of an

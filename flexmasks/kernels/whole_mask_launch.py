@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
     Numbers,
+    Settings,
     Tensors,
     compiled,
     dot_type,
@@ -39,15 +40,6 @@ _SMALL_HEAD = 64
 _PROGRAMS = 1024  # of the gradient of a bias, about: a GPU's processors take several each
 _FEW = 8  # batch elements that share a bias, below which no program goes over them
 _kernels: Launches[Kernels] = Launches("whole_mask")
-
-
-class Settings(NamedTuple):
-    """The queries and keys of a program or of a step, and the settings of a kernel."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # By name of the kernel; for head sizes up to 64, and for larger ones; with a bias, and without. The fastest ones of
