@@ -184,7 +184,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     does = "of q, k and v (default: bfloat16 on a GPU, else float32)"
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=does)
     does = "where to run (default: a GPU if the machine has one)"
-    parser.add_argument("--device", choices=("cuda", "cpu"), help=does)
+    parser.add_argument("--device", choices=("cuda", "xpu", "mps", "cpu"), help=does)
 
 
 def tables(long: bool = False) -> str:
@@ -240,9 +240,10 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
     from flexmasks.bench.compare import compare
     from flexmasks.extend import definition
 
-    on_gpu = torch.cuda.is_available()
-    if arguments.device == "cuda" and not on_gpu:
-        parser.error("--device cuda: torch finds no GPU on this machine")
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    here = "cpu" if gpu is None else gpu.type
+    if arguments.device not in (None, "cpu", here):
+        parser.error(f"--device {arguments.device}: torch finds no such GPU on this machine")
     batch, heads, length, size = arguments.shape
     kv_heads = arguments.kv_heads or heads
     if heads % kv_heads:
@@ -257,8 +258,8 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
     made = [_with_example(one, params, length) for one, params in zip(defined, own, strict=True)]
     mask = get_mask(arguments.mask, **made[0])
     score = get_score(arguments.score, **made[1]) if arguments.score else None
-    device = arguments.device or ("cuda" if on_gpu else "cpu")
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    device = arguments.device or here
+    dtype = getattr(torch, arguments.dtype or ("float32" if device == "cpu" else "bfloat16"))
     q, k, v = (torch.randn(batch, h, length, size, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     print(compare(mask, score, q, k, v))
 

@@ -27,12 +27,14 @@ def progress(message: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:
@@ -54,7 +56,7 @@ def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in
 
 
 def device_milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """A GPU's time of one call with empty caches, without the host's time; a CPU's wall time."""
+    """A GPU's time of one call with empty caches, without the host's time; elsewhere, but for CUDA, wall time."""
     if device.type != "cuda":
         return wall_milliseconds(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -58,7 +58,7 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
 
 def _passes(q: Tensor) -> tuple[bool, ...]:
     """Which passes are timed: forward alone, and with the backward pass on a GPU."""
-    return (False, True) if q.is_cuda else (False,)
+    return (False,) if q.device.type == "cpu" else (False, True)
 
 
 def pass_times(calls: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dict[str, list[float]]:

@@ -207,11 +207,30 @@ def test_numbers_that_must_be_positive(wrong: list[str], capsys: pytest.CaptureF
     assert f"must be a whole number of at least 1, got {wrong[1]}" in capsys.readouterr().err
 
 
-def test_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        main(["bench", "--mask", "causal", "--shape", "1,2,64,16", "--device", "cuda"])
-    assert "torch finds no GPU on this machine" in capsys.readouterr().err
+@pytest.mark.parametrize(("here", "asked", "taken"), [
+    (None, "cuda", None), ("xpu", "mps", None), ("xpu", "xpu", "xpu"), ("mps", None, "mps"), ("cuda", "cpu", "cpu"),
+    (None, None, "cpu"),
+])  # fmt: skip
+def test_the_device_of_bench(
+    here: str | None,
+    asked: str | None,
+    taken: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = None if here is None else torch.device(here)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    made: list[str] = []
+    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: made.append(device))
+    monkeypatch.setattr("flexmasks.bench.compare.compare", lambda *_: "")
+    arguments = ["bench", "--mask", "causal", "--shape", "1,2,64,16", *(["--device", asked] if asked else [])]
+    if taken is None:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert f"--device {asked}: torch finds no such GPU on this machine" in capsys.readouterr().err
+    else:
+        main(arguments)
+        assert made == [taken] * 3
 
 
 @pytest.mark.parametrize(
