@@ -355,7 +355,7 @@ class Call:
         """Name of the dtype of q, without `torch.`."""
         return str(self.q.dtype).removeprefix("torch.")
 
-    @property
+    @functools.cached_property
     def outcome_key(self) -> Hashable:
         """Key of what decides whether a backend can run the call, without lengths."""
         q = self.q

@@ -55,7 +55,7 @@ def _first_row(indices: Tensor, size: Size | None) -> int | Tensor:
             f"`indices` [rows, G, k] must have a row for each of the {count} queries of all sequences, got {rows}; "
             "[sequences, rows, G, k] has rows for each sequence."
         )
-    return (size.q_offset if size.starts is None else size.starts) - offsets
+    return (size.q_offset if size.starts is None else size.starts) - offsets[: size.batch]
 
 
 def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:

@@ -77,7 +77,7 @@ def size_inside_sequences(
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
     sequences = offsets.shape[0] - 1
     starts = q_start if isinstance(q_start, Tensor) else None
-    end_to_end = offsets[:-1], size.positions_of_q
+    end_to_end = offsets, size.positions_of_q
     size = replace(
         size, batch=sequences, starts=starts, most_queries=lambda: offsets.long().diff().max(), end_to_end=end_to_end
     )

@@ -70,7 +70,7 @@ class Size:
     starts: Tensor | None = field(default=None, compare=False)  # int[batch], the offsets if a tensor has them
     # The q_len of sequences, whose bound is q_len.
     most_queries: Callable[[], Tensor] | None = field(default=None, compare=False)
-    # Where the queries of each sequence start among all that lie end to end, int[batch], and the number of all.
+    # Where the queries of each sequence start among all that lie end to end, int[batch] or more, and the number of all.
     end_to_end: tuple[Tensor, int] | None = field(default=None, compare=False)
 
     @property
