@@ -8,6 +8,7 @@ together. The text is the same in every process, because graphs are kept in file
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,10 +116,11 @@ def call_of(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[
 
 def in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
     """Return a function's result. Autograd and torch.vmap work in it, which torch excludes inside an operator."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    streams: Any = {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+    stream = None if streams is None else streams.current_stream(device)
 
     def on_stream() -> _Result:
-        with torch.cuda.stream(stream), torch.no_grad():
+        with contextlib.nullcontext() if streams is None else streams.stream(stream), torch.no_grad():
             return compute()
 
     return Workers(1, torch.get_num_threads()).one(on_stream)

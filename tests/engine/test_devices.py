@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from flexmasks.backends.call import Call
 from flexmasks.backends.flex_invariant import fixed_options
 from flexmasks.backends.kernel_tiles import NO_READS, Reads
 from flexmasks.backends.table import choose, is_not_here
+from flexmasks.backends.tiles_operator import in_another_thread
 from flexmasks.blocks.lists import as_kernels_read, lists_of, made_of
 from flexmasks.kernels import direct
 from flexmasks.plans.mask_plan import MaskPlan
@@ -419,3 +421,20 @@ def test_pages_are_copied_without_triton(
         table, lens = there(torch.arange(8).view(2, 4)), there(torch.tensor([50, 60]))
         paged_attention(q, cache, cache, table, lens, backend="reference")
     assert lengths == [keys]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_another_thread_has_the_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a stream of its own as the current one."""
+    streams, current = getattr(torch, kind), []
+    monkeypatch.setattr(streams, "current_stream", lambda device: f"that of {device}")
+
+    @contextlib.contextmanager
+    def stream(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(streams, "stream", stream)
+    assert in_another_thread(lambda: [*current], torch.device(kind, 1)) == [f"that of {kind}:1"]
+    assert in_another_thread(lambda: [*current], torch.device("cpu")) == []
