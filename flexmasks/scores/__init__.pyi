@@ -110,12 +110,12 @@ def kerple(
 def long_temperature(
     *,
     floor: int = 8192,
-    strength: float = 0.1,
+    strength: float | Tensor = 0.1,
 ) -> Score:
     """Sharper scores for far queries, a step more after each `floor` tokens.
 
     floor: number of tokens in a step; queries before position floor - 1 stay as they are.
-    strength: how much sharper; 0 for nothing.
+    strength: how much sharper; 0 for nothing. A tensor that requires a gradient gets one.
     """
 
 def pair_bias(

@@ -38,7 +38,7 @@ def ssmax(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scales:
     return score * (scales[h] * (_log_of_keys(q.to(score.dtype)) if logs is None else logs[q]))
 
 
-def _factor(position: Tensor, floor: int, strength: float) -> Tensor:
+def _factor(position: Tensor, floor: int, strength: float | Tensor) -> Tensor:
     return 1 + strength * torch.log(torch.floor((position + 1) / floor) + 1)
 
 
@@ -46,7 +46,7 @@ def _prepare_long_temperature(
     size: Size | None,
     *,
     floor: Annotated[int, "int in 1.."] = 8192,
-    strength: Annotated[float, "float"] = 0.1,
+    strength: Annotated[float | Tensor, "float | float[]"] = 0.1,
 ) -> dict[str, Any]:
     factors = _of_positions(size, lambda position: _factor(position, floor, strength))
     return {"floor": floor, "strength": strength, "factors": factors}
@@ -61,7 +61,7 @@ def long_temperature(
     kv: Tensor,
     *,
     floor: int,
-    strength: float,
+    strength: float | Tensor,
     factors: Tensor | None,
 ) -> Tensor:
     """Sharper scores for far queries, a step more after each `floor` tokens.
@@ -69,7 +69,7 @@ def long_temperature(
     The score becomes score * (1 + strength * log(1 + (q + 1) // floor)).
 
     floor: number of tokens in a step; queries before position floor - 1 stay as they are.
-    strength: how much sharper; 0 for nothing.
+    strength: how much sharper; 0 for nothing. A tensor that requires a gradient gets one.
 
     Source: Llama 4, 2025 (inference-time temperature of layers without positions).
     Peers: Hugging Face Llama4TextAttention floor_scale, attn_scale with attn_temperature_tuning; Ministral 3's

@@ -676,3 +676,15 @@ def test_bounds_that_scores_note_hold() -> None:
         if noted_bounds_hold(case, flexmasks.get_score(case.name, **params)):
             found.add(case.name)
     assert "t5_bias" in found
+
+
+def test_the_strength_of_a_temperature_learns() -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8)
+    strength, exact_strength = (torch.tensor(0.3, dtype=t, requires_grad=True) for t in (torch.float32, torch.float64))
+    out = flexmasks.attention(q, k, v, mask="causal", score="long_temperature", floor=4, strength=strength)
+    steps = torch.tensor([1 + (i + 1) // 4 for i in range(20)], dtype=torch.float64).log()
+    scores = q.double() @ k.double().mT / math.sqrt(8) * (1 + exact_strength * steps[:, None])
+    want = scores.masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -math.inf).softmax(-1) @ v.double()
+    assert error(out, want) < TOLERANCE[torch.float32]
+    got, wanted = (torch.autograd.grad(x.square().sum(), s)[0] for x, s in ((out, strength), (want, exact_strength)))
+    assert error(got, wanted) < TOLERANCE[torch.float32]
