@@ -13,7 +13,10 @@ def _prepare(
 ) -> dict[str, Any]:
     rows, columns = len(crow) - 1, entries_of_keys(size, "col", col, 1, ", the number of keys")
     if size is not None and "S" not in size.at_most and rows < size.positions_of_q:
-        raise ValueError(f"`crow` must have a row for each of {size.positions_of_q} positions of queries, got {rows}.")
+        raise ValueError(
+            f"`crow` must have a row for each of {size.positions_of_q} positions of queries, and so one number more, "
+            f"got {len(crow)} numbers."
+        )
     q, kv = rows_of_csr(size, "crow", crow, "col", col), col.long()
     across = -(-columns // _TILE)
     # Edges in the order of their tiles, then rows, then columns. Edges that were not read may lie in a spare row.

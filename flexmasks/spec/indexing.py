@@ -130,13 +130,13 @@ def rows_of_csr(size: Size | None, crow_name: str, crow: Tensor, col_name: str, 
 
     crow: where the entries of each row start in `col`, and their number. ValueError if it does not rise from 0 to it.
     """
-    starts = crow.long()
+    starts = crow.long().contiguous()  # searchsorted warns of other tensors
     if may_read(size, crow):
         ends = torch.stack([starts[0], starts[-1]]).tolist() if len(starts) else []
-        if ends != [0, len(col)] or (len(starts) > 1 and int(starts.diff().min()) < 0):
-            raise ValueError(
-                f"`{crow_name}` must rise from 0 to {len(col)}, the length of `{col_name}`, got ends {ends}."
-            )
+        falls = (starts.diff() < 0).nonzero()[:, 0].tolist()
+        if ends != [0, len(col)] or falls:
+            got = f"{starts[falls[0] : falls[0] + 2].tolist()} at place {falls[0]}" if falls else f"ends {ends}"
+            raise ValueError(f"`{crow_name}` must rise from 0 to {len(col)}, the length of `{col_name}`, got {got}.")
     return torch.searchsorted(starts, torch.arange(len(col), device=starts.device), right=True) - 1
 
 

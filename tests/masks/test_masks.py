@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -542,7 +543,9 @@ BAD = [
         "pass `other_starts` beside `other_ends`",
     ),
     ("edges", {"crow": [0] * 64 + [2], "col": [0]}, ValueError, "rise from 0 to 1, the length of `col`, got ends"),
-    ("edges", {"crow": [0, 1], "col": [0]}, ValueError, "a row for each of 64 positions of queries, got 1"),
+    ("edges", {"crow": [0, 1], "col": [0]}, ValueError, "64 positions of queries, and so one number more, got 2"),
+    ("edges", {"crow": [], "col": []}, ValueError, "64 positions of queries, and so one number more, got 0 numbers"),
+    ("edges", {"crow": [0, 5, 3] + [5] * 62, "col": [0] * 5}, ValueError, r"from 0 to 5, .* got \[5, 3\] at place 1"),
     ("edges", {"crow": [0] * 64 + [1], "col": [64]}, ValueError, "`col` must be below 64, .* got 64"),
     ("topk", {"indices": [[[0], [0], [0]]] * 64}, ValueError, "for each query head, of [0-9]+, got 3"),
     ("topk", {"indices": [[[16]]] * 64, "granularity": 4}, ValueError, "below 16: 64 keys are 16 entries of 4"),
@@ -682,3 +685,15 @@ def test_bounds_that_masks_note_hold() -> None:
         if noted_bounds_hold(case, flexmasks.get_mask(case.name, **params)):
             found.add(case.name)
     assert "packed" in found
+
+
+def test_edges_in_every_second_place_raise_no_warning() -> None:
+    crow = torch.arange(9).repeat_interleave(2)[::2]
+    torch.set_warn_always(True)  # torch warns of searchsorted once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # pyproject.toml ignores this one
+            shown = flexmasks.dense_mask("edges", 8, crow=crow, col=torch.arange(8))
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(shown[0, 0], torch.eye(8, dtype=torch.bool))
