@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ def build(
     with_bits: bool = False,
     may_be_narrow: bool = False,
     work: Work | None = None,
+    count: Callable[[], Tensor | None] | None = None,
 ) -> Layout:
     """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
 
@@ -58,6 +60,8 @@ def build(
     may_be_narrow: whether lists of many blocks may have fewer places than there are blocks, where torch's kernels take
         such lists: on a GPU, from torch 2.14 on.
     work: if it is limited, blocks that are unknown when it is spent count as partial.
+    count: returns how many pairs of each block are visible, int [B or 1, H or 1, rows, columns], if that is known; then
+        the function is not called.
 
     Raises MemoryError if there are too many blocks.
     """
@@ -67,7 +71,11 @@ def build(
         batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
         limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device, has_wide_lists=not may_be_narrow)
     work = Work.exact() if work is None else work
-    decided = decide_within(work, mask_mod, batch, heads, rows, columns, device)
+    counts = count() if count is not None else None
+    if counts is None:
+        decided = decide_within(work, mask_mod, batch, heads, rows, columns, device)
+    else:
+        decided = Decided(counts == math.prod(block_size), counts > 0, (), 1)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
     is_narrow = may_be_narrow and 4 * math.prod(shape) > limits.ENTRIES_OF_WIDE_LISTS
     limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device, has_wide_lists=not is_narrow)
@@ -76,8 +84,10 @@ def build(
     ones = None
     if not is_narrow and decided.certain.is_cuda:  # filled while the host prepares the next operations
         ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
-    elements = Elements(mask_mod, device, decided.widest, work)
-    found = _find(decided, elements, rows, columns, with_bits)
+    if counts is None:
+        found = _find(decided, Elements(mask_mod, device, decided.widest, work), rows, columns, with_bits)
+    else:
+        found = _Found(_marked(decided.possible, decided.certain, rows, columns), 0, None, 0)
     not_understood, marked = decided.not_understood, found.partial_and_full
     del decided  # frees its memory before the lists are made
     indices = tuple(t.to(device) for t in index_lists(marked, ones, is_narrow))
@@ -104,18 +114,24 @@ def _find(decided: Decided, elements: Elements, rows: Axis, columns: Axis, with_
         any_visible.view(-1)[undecided], all_visible.view(-1)[undecided] = seen
     else:
         any_visible, all_visible = look_at(elements, decided, rows, columns) if count else (decided.certain,) * 2
-    shape = (2, *compact[:2], rows.count, columns.count)
-    partial, full = partial_and_full = torch.empty(shape, dtype=torch.bool, device=decided.certain.device)
+    partial_and_full = _marked(any_visible, all_visible, rows, columns)
+    bits = None if words is None else bits_of_partial(partial_and_full[0], undecided, compact, words, rows, columns)
+    is_exact = words is not None or not elements.work.is_spent
+    unknown = 0 if is_exact else int((all_visible & ~any_visible).expand(partial_and_full.shape[1:]).sum())
+    return _Found(partial_and_full, count, bits, unknown)
+
+
+def _marked(any_visible: Tensor, all_visible: Tensor, rows: Axis, columns: Axis) -> Tensor:
+    """Which blocks are partial and which are full: bool [2, B, H, rows, columns]."""
+    shape = (2, *any_visible.shape[:2], rows.count, columns.count)
+    partial, full = marked = torch.empty(shape, dtype=torch.bool, device=any_visible.device)
     full.copy_(any_visible & all_visible)
     if rows.length % rows.block_size:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
         full[..., -1, :] = False
     if columns.length % columns.block_size:
         full[..., -1] = False
     torch.bitwise_xor((any_visible | all_visible).expand(full.shape), full, out=partial)
-    bits = None if words is None else bits_of_partial(partial, undecided, compact, words, rows, columns)
-    is_exact = words is not None or not elements.work.is_spent
-    unknown = 0 if is_exact else int((all_visible & ~any_visible).expand(full.shape).sum())
-    return _Found(partial_and_full, count, bits, unknown)
+    return marked
 
 
 def bounds(

@@ -33,6 +33,14 @@ def _prepare(
     return {"tiles": bounded(tiles.view(-1, across), 0, count), "words": words.int().view(-1, _TILE)}
 
 
+def _counts(size: Size, block_size: tuple[int, int], *, crow: Tensor, col: Tensor) -> Tensor:
+    q, kv = rows_of_csr(size, "crow", crow, "col", col) - size.q_offset, col.long()
+    edges = (q * size.kv_len + kv)[(q >= 0) & (q < size.q_len)].unique()
+    rows, columns = (-(-length // n) for length, n in zip((size.q_len, size.kv_len), block_size, strict=True))
+    block = edges // size.kv_len // block_size[0] * columns + edges % size.kv_len // block_size[1]
+    return torch.bincount(block, minlength=rows * columns).view(1, 1, rows, columns)
+
+
 def _changes(numbers: Tensor) -> Tensor:
     """Where sorted numbers differ from the number before, also at the first."""
     return torch.nn.functional.pad(numbers[1:] != numbers[:-1], (1, 0), value=True)[: len(numbers)]
@@ -46,7 +54,7 @@ def _example(length: int) -> dict[str, Any]:
     return {"crow": crow, "col": [kv for row in columns for kv in row]}
 
 
-@register_mask(prepare=_prepare, example=_example)
+@register_mask(prepare=_prepare, example=_example, counts=_counts)
 def edges(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tiles: Tensor, words: Tensor) -> Tensor:
     """The edges of a graph: each query sees the keys that its row lists.
 
@@ -55,7 +63,7 @@ def edges(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tiles: Tensor, words: 
     col: the keys of all queries, row after row, in any order; a key may be listed twice.
 
     The mask is kept as the bits of those tiles of 32 x 32 pairs that have an edge, and a table of 4 bytes for each
-    tile: never as a matrix of all pairs.
+    tile: never as a matrix of all pairs. Exact blocks are counted from the edges, where the whole mask is this one.
 
     Source: Dwivedi and Bresson, A Generalization of Transformer Networks to Graphs, 2020.
     Peers: torch.sparse_csr_tensor's indices; DGL's and PyTorch Geometric's adjacency, of which each row has the

@@ -41,7 +41,7 @@ from flexmasks.plans.sizes import BLOCK_SIZE, Offset, shifted_mask, sized, unrea
 from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
 from flexmasks.plans.windows import Intervals, Look, Window, intervals_of, window_of
 from flexmasks.spec.aliases import Aliases, in_one_piece
-from flexmasks.spec.bands import Band, Sequences, band_of, documents_of
+from flexmasks.spec.bands import Band, Sequences, band_of, counts_of, documents_of
 from flexmasks.spec.numbers import Numbers
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.structure import Opaque, flatten, tensors_of
@@ -379,7 +379,8 @@ class MaskPlan(ModifierPlan):
                 # Lists of the masks of a kind have the same shapes, so that one kernel serves them all.
                 may_be_narrow = not (self.inputs and self._allows_bounds)
                 work = Work.exact() if self._exact else Work.bounded(math.prod(sizes))
-                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow, work)
+                count = None if with_bits else functools.partial(counts_of, self.mask, size, self.block_size)
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow, work, count)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmasks.errors import Unfit
 from flexmasks.spec.definitions import AND
-from flexmasks.spec.parameters import Size, can_be_read, check_returned
+from flexmasks.spec.parameters import Size, can_be_read, check_returned, in_message
 from flexmasks.spec.values import Mask, Score
 
 _OF_DOCUMENTS = "document", "packed", "cross_document"
@@ -127,6 +127,25 @@ def may_be_band(mask: Mask) -> bool:
 
 def is_zero(number: Any) -> bool:
     return isinstance(number, int) and number == 0
+
+
+def counts_of(mask: Mask, size: Size, block_size: tuple[int, int]) -> Tensor | None:
+    """Return how many pairs of each block a mask shows, None if its definition does not say."""
+    counts = mask._definition.counts
+    if counts is None or size.starts is not None:
+        return None
+    blocks = [-(-length // n) for length, n in zip((size.q_len, size.kv_len), block_size, strict=True)]
+
+    def check(found: Any) -> None:
+        check_returned("counts", found, Tensor, "a tensor or None")
+        if found.is_floating_point() or found.ndim != 4 or [*found.shape[2:]] != blocks:
+            wanted = f"integers [batch or 1, heads or 1, {blocks[0]}, {blocks[1]}]"
+            raise ValueError(f"`counts` must return {wanted} or None, got {in_message(found)}.")
+
+    def hook(size: Size, **arguments: Any) -> Any:
+        return counts(size, block_size, **arguments)
+
+    return cast("Tensor | None", _asked(mask, size, hook, check))
 
 
 def cap_of(score: Score, size: Size) -> float | None:

@@ -34,7 +34,7 @@ from flexmasks.spec.parameters import (
 from flexmasks.spec.structure import is_empty
 
 # Fields of a definition that hold functions, which decide what the mask or score does.
-FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "factors", "compiled")
+FUNCTIONS = ("function", "prepare", "inner_size", "band", "cap", "factors", "compiled", "counts")
 # Keyword arguments of `attention`. It hands on no parameters of these names.
 KEYWORDS = (
     "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "dropout_p", "dropout_seed", "return_lse",
@@ -58,6 +58,7 @@ class Definition:
     cap: Callable[..., Any] | None = None  # of a score, see `register_score`
     factors: Callable[..., Any] | None = None  # of a score, see `register_score`
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
+    counts: Callable[..., Any] | None = None  # of a mask, see `register_mask`
     relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     drawn: bool = False  # its tensors are new in each call
     template: str = ""  # how an operator is printed, such as " & "

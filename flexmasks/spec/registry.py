@@ -76,6 +76,7 @@ def register_mask(
     inner_size: Callable[..., Size] | None = None,
     band: Callable[..., Band | None] | None = None,
     compiled: Callable[..., Tensor] | None = None,
+    counts: Callable[..., Tensor | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a mask, one plain function of index tensors `(b, h, q, kv, *, parameters) -> bool`.
 
@@ -101,6 +102,10 @@ def register_mask(
         compiled: another function with the same arguments and the same values, which kernels compute for each pair in
             its place, because it takes fewer operations there. Plans and pictures call the function itself, whose
             arithmetic shows which blocks are visible.
+        counts: for masks that are given as lists of pairs: `counts(size, block_size, **parameters)` returns how many
+            different pairs of each block are visible, int [batch or 1, heads or 1, blocks of queries, blocks of keys],
+            or None if that is not known. block_size is (queries, keys), and query 0 of the blocks is at position
+            size.q_offset. Exact plans ask it where the whole mask is this one, and then look at no pair.
 
     Raises:
         ValueError: another function has this name, or the name is no identifier.
@@ -116,7 +121,7 @@ def register_mask(
         every_nth(stride=2)
     """
     hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "band": band}
-    return _register("mask", name, **hooks, compiled=compiled)
+    return _register("mask", name, **hooks, compiled=compiled, counts=counts)
 
 
 @says_what_to_write(_how_to_register("score"))

@@ -50,6 +50,7 @@ from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.lists import index_lists
 from flexmasks.ranges.evaluate import evaluate
+from flexmasks.spec import definitions
 
 CPU = torch.device("cpu")
 # Devices, and how many blocks of a GPU are decided on the CPU: the usual number, or none.
@@ -448,6 +449,66 @@ def test_registered_masks(
     check(got.mask_mod, case.batch, case.heads, *lengths, (32, 16), device)
     plain = materialize(got.mask_mod, case.batch, case.heads, *lengths, whole.device)  # was compared in `check`
     assert torch.equal(*(x.expand(case.batch, case.heads, *lengths) for x in (whole, plain)))
+
+
+# --- blocks whose visible pairs a definition counts ---
+
+
+def _graph(random: torch.Generator) -> Tensor:
+    """Few edges, a rectangle with all and one without any: bool [300 queries, 290 keys]."""
+    graph = torch.rand(300, 290, generator=random) < 0.002
+    graph[60:210, 30:280] = True
+    graph[:140, 128:256] = False
+    return graph
+
+
+def _edges(graph: Tensor) -> flexmasks.Mask:
+    """The graph, with each edge twice and the columns of rows in any order."""
+    rows, columns = graph.nonzero(as_tuple=True)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).repeat(2)
+    order = order[rows[order].argsort(stable=True)]
+    return flexmasks.masks.edges(crow=torch.nn.functional.pad(2 * graph.sum(1).cumsum(0), (1, 0)), col=columns[order])
+
+
+@pytest.mark.parametrize("size", [64, (32, 16), (7, 64)])
+def test_blocks_of_a_graph_are_counted(size: int | tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = _graph(torch.Generator().manual_seed(0))
+    mask = _edges(graph)
+    monkeypatch.setattr(Elements, "__call__", None)  # no pair is looked at
+    for q_len, offset in ((300, 0), (233, 67)):
+        got = mask.blocks(q_len, 290, q_offset=offset, block_size=size)
+        want = create_block_mask(functools.partial(_seen, graph, offset), 1, 1, q_len, 290, "cpu", BLOCK_SIZE=size)
+        check_equal_block_masks(got.block_mask, want)
+        assert got.undecided == 0
+        assert min(got.empty, got.partial, got.full) > 0
+
+
+def _seen(graph: Tensor, offset: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return graph[q + offset, kv]
+
+
+def test_blocks_that_are_not_counted_are_looked_at() -> None:
+    graph = _graph(torch.Generator().manual_seed(0))
+    mask = _edges(graph)
+    starts = torch.tensor([0, 5])
+    got = flexmasks.block_mask(mask, 280, 290, q_offset=starts, block_size=32)
+    want = create_block_mask(lambda b, h, q, kv: graph[q + starts[b], kv], 2, 1, 280, 290, "cpu", BLOCK_SIZE=32)
+    check_equal_block_masks(got, want)
+    got = flexmasks.block_mask(~mask, 300, 290, q_offset=0, block_size=32)
+    check_equal_block_masks(got, create_block_mask(lambda b, h, q, kv: ~graph[q, kv], 1, 1, 300, 290, "cpu", 32))
+
+
+def test_counts_have_a_number_for_each_block() -> None:
+    def counted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    for found, words in ((torch.ones(2), r"integers \[batch or 1, heads or 1, 3, 2\]"), (3, "a tensor or None")):
+        flexmasks.register_mask(counts=lambda size, block_size, found=found: found)(counted)
+        try:
+            with pytest.raises((ValueError, TypeError), match=f"mask 'counted': `counts` must return {words}"):
+                flexmasks.block_mask("counted", 96, 64, q_offset=0, block_size=32)
+        finally:
+            del definitions.names("mask")["counted"]
 
 
 # --- which blocks are looked at ---
