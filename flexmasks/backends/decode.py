@@ -22,6 +22,7 @@ from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Kernel, Plan
 from flexmasks.backends.plain import attend, scores_of
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
+from flexmasks.devices import why_no_own_kernels
 from flexmasks.workers import Workers
 
 _MAX_QUERIES, _MAX_QUERIES_ON_GPU = 64, 2048
@@ -36,6 +37,8 @@ def refuses(call: Call) -> str | None:
     device = call.device_type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
+    if lacking := why_no_own_kernels(call.q.device):
+        return lacking
     if call.mask.is_given:
         return "it takes a mask, not blocks"
     if not are_few(call.q.shape[2], call.k.shape[2], call.q.device):

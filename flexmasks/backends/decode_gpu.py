@@ -16,7 +16,6 @@ from torch.overrides import has_torch_function
 from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call, Kernel, Plans
-from flexmasks.devices import why_no_own_kernels
 from flexmasks.kernels.direct import with_rows_together
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
 from flexmasks.plans.whole import Added, Whole
@@ -25,8 +24,6 @@ from flexmasks.plans.windows import Intervals
 
 def refuses(call: Call) -> str | None:
     """Return why a call of a few queries cannot run here, or None."""
-    if lacking := why_no_own_kernels(call.q.device):
-        return lacking
     size, v_size = call.q.shape[3], call.v.shape[3]
     if not runs_on_triton(call.q.dtype, size, v_size):
         sizes = f"{size}" if v_size == size else f"{size} and {v_size}"

@@ -21,6 +21,7 @@ from flexmasks.backends.added import backward_on_cpu, forward_on_cpu, grouped, i
 from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans
 from flexmasks.backends.short_kernel import ShortKernel
 from flexmasks.backends.waiting import MAX_LENGTH, Uncompiled, uncompiled
+from flexmasks.devices import why_no_own_kernels
 from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.whole import Added, Summand, visible_in
 
@@ -32,6 +33,8 @@ def refuses(call: Call) -> str | None:
     device = call.device_type
     if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
+    if lacking := why_no_own_kernels(call.q.device):
+        return lacking
     if call.is_traced and not (call.learns and device in _ON_GPU):
         return "inside torch.compile it is for scores that learn, on a GPU"
     if call.is_traced and (any(part.opaque for part in call.parts)):

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flexmasks.backends.call import HALF_DTYPES, Call, Kernel, Plans, Unavailable
 from flexmasks.backends.short_kernel import ShortKernel
-from flexmasks.devices import why_no_own_kernels
 from flexmasks.kernels.direct import is_plain, with_rows_together
 from flexmasks.kernels.whole_mask import Line, WholeMask, with_bias
 from flexmasks.plans.whole import Added, Summand
@@ -36,8 +35,6 @@ _MAX_PAIRS_OF_BIAS = 1 << 30  # where it adds a tensor as it is; torch's kernels
 
 def refuses(call: Call) -> str | None:
     """Return why a call cannot run here, or None."""
-    if lacking := why_no_own_kernels(call.q.device):
-        return lacking
     sizes = call.q.shape[3], call.v.shape[3]
     if max(call.q.shape[2], call.k.shape[2]) > _MAX_LENGTH:
         return f"on a GPU it is for up to {_MAX_LENGTH:,} queries and keys"
