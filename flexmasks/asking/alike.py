@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,30 +12,28 @@ from torch import Tensor
 
 from flexmasks import Mask, Score, get_mask, get_score, list_masks, list_scores
 from flexmasks.asking.compare import compare
-from flexmasks.asking.pasted import LONGEST, Pasted, length_for, of_function, of_text, saying
+from flexmasks.asking.pasted import Pasted, read
 from flexmasks.extend import (
     Parameter,
     ScoreOverLengths,
+    Size,
     definition,
-    definition_of,
-    flatten,
     in_message,
     says_what_to_write,
+    tensors_of,
 )
 
 _CALL = "flexmasks.alike"
 _PAIRS = 4096  # on which candidates are compared at first
-_CHANGES = ("{} - 1", "{} // 2", "2 * {} + 1", "{} + 1", "2 * {}", "-{}", "1 - {}")
-_MOST = 300  # choices of a mask's parameters
-_MOST_OF_ONE = (40, 14, 6, 4)  # and of each without a default, if there are one, two, three or more
+_CHANGES = ("length // n", "n - 1", "n // 2", "2 * n + 1", "n + 1", "2 * n", "-n")
+_MOST, _MOST_WITH_OTHERS = 100, 5  # choices of the parameters without a default, alone and with one or two others
+_MOST_OF_ONE = (40, 14, 8, 5)  # and of each without a default, if there are one, two, three or more
 _MOST_COMBINED = 128  # of the nearest, and of the cheapest candidates
 _MOST_PAIRS = 1 << 25  # that are compared exactly; of longer masks these are of the last queries
 _LENGTHS = (16, 37, 64, 128)
-_SHOWN, _ALTERNATIVES = 3, 6  # answers, and candidates that show the same, of which some may not be for the length
-_DERIVED, _NOT_ITS_OWN, _A_TENSOR = 0.25, 0.5, 0.5  # what values cost, beside 1 for each parameter
-_EXTENTS = ("length", "depth", "height", "width", "context")  # parameters that are parts of the length
-_MOST_LENGTHS = 64  # batch elements whose lengths may be one more or less
-_MOST_BATCH, _MOST_HEADS = 4, 8  # of functions without tensors that say how many there are
+_SHOWN, _TRIED = 3, 24  # answers, and candidates that are compared exactly
+_DERIVED, _NOT_ITS_OWN, _A_TENSOR, _COMBINED = 0.25, 0.5, 0.5, 0.5  # what these cost, beside 1 for each parameter
+_ANY = 65  # a batch element or head that does not exist
 _FAILS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError)
 Pair = tuple[int, int, int, int]
 
@@ -51,8 +45,8 @@ class Likeness(NamedTuple):
     written: how to write it, with the names that a text leaves open.
     equal: whether both are the same at all lengths that were compared.
     share: the share of pairs that are the same at the longest of these lengths.
-    lengths: the lengths.
-    proved: whether both are the same at all lengths, or None if this is not decided.
+    lengths: the lengths; of long ones the last queries are compared.
+    proved: whether both are the same at all lengths, or None if no solver is installed or none can decide.
     first: the first pair (b, h, q, kv) that one of them shows alone, or None; of scores always None.
     """
 
@@ -67,11 +61,12 @@ class Likeness(NamedTuple):
     def __str__(self) -> str:
         if self.proved:
             return f"{self.written}: the same, proved for all lengths"
-        if self.equal:
+        if self.equal or self.proved is False:
             at = " and ".join(", ".join(f"{n:,}" for n in self.lengths).rsplit(", ", 1))
-            return f"{self.written}: the same at {at} tokens"
-        first = "" if self.first is None else f", but not (b, h, q, kv) = {self.first}"
-        return f"{self.written}: {min(self.share, 0.9999):.2%} of the pairs of {self.lengths[-1]:,} tokens{first}"
+            return f"{self.written}: the same at {at} tokens" + ", but not at all lengths" * (not self.equal)
+        first = "" if self.first is None else f", first in (b, h, q, kv) = {self.first}"
+        share = f"{max(1 - self.share, 1e-4):.2%} of the pairs of {self.lengths[-1]:,} tokens"
+        return f"{self.written}: differs in {share}{first}"
 
 
 class Likenesses(tuple[Likeness, ...]):
@@ -95,7 +90,7 @@ def alike(function: str | Callable[..., Any] | Tensor, /, **names: Any) -> Liken
     """Return the masks, or scores, of this library that are most like a function, the nearest first.
 
     Every registered mask is compared, with numbers and tensors of the function as its parameters; where none is the
-    same, so are combinations of two and three by `&` and `|`.
+    same, so are combinations of two by `&` and `|`.
 
     Args:
         function: a mask function (b, h, q, kv), a score function (score, b, h, q, kv), a function that makes one of
@@ -113,424 +108,249 @@ def alike(function: str | Callable[..., Any] | Tensor, /, **names: Any) -> Liken
         >>> print(flexmasks.alike("lambda b, h, q, kv: (q >= kv) & (q - kv < window)")[0])
         sliding_window(window=window - 1): the same, proved for all lengths
     """
+    given = read(function, names)
     best: list[Likeness] = []
-    made_up: Mapping[str, Any] = {}
-    for part in (1, 2):  # lengths in a text may be those of halves
-        if isinstance(function, str):
-            given = of_text(function, names, part)
-        elif isinstance(function, Tensor | Mask | Score):
-            given = Pasted(function, function.shape[-1] if isinstance(function, Tensor) else 0)
-        elif not callable(function):
-            raise TypeError(f"{_CALL}: pass a function, its text, or a dense mask, got {in_message(function)}.")
-        else:
-            given = of_function(function, names, part)
-        found = _like(given)
+    for place in _places(given):
+        given = _as_mask(given, place)
+        found = _nearest(given, place)
         if not best or (found and found[0].equal):
-            best, made_up = found, given.made_up
-        has_length = any(type(v) is int and v == given.length for v in given.made_up.values())
-        if (best and best[0].equal) or not has_length:
+            best = found
+        if best and best[0].equal:
             break
-    likenesses = Likenesses(best)
-    likenesses.made_up = made_up
-    return likenesses
+    answer = Likenesses(best)
+    answer.made_up = given.made_up
+    return answer
 
 
-def _like(given: Pasted) -> list[Likeness]:
-    function = given.function
-    facts = _Facts.of(given)
-    if not isinstance(function, Tensor | Mask) and (isinstance(function, Score) or _positions(function) == 5):
-        with saying(given.made_up):
-            hides = _hidden_by(get_score(function))
-        if hides is None:
-            return _scores_like(get_score(function), facts, given.length)
-        function = hides
-    mask = get_mask(function)
-    with saying(given.made_up):
-        dtype = mask(*torch.zeros(4, dtype=torch.int64)).dtype
-    if dtype != torch.bool:
-        raise TypeError(f"{_CALL}: a mask function returns booleans, this one {str(dtype).removeprefix('torch.')}.")
-    shows: Callable[..., Tensor] = mask if isinstance(function, Mask | Tensor) else torch.vmap(mask)  # as torch does
-    reach = [n for tensor in facts.tensors if (n := tensor.value.shape[-1]) <= LONGEST]
-    lengths = (given.length, given.length // 2)  # which a text may name
-    most = max(given.length, length_for(n for n in facts.own if n not in lengths), *reach, 0)
-    # A function of a canvas is one of all its pixels only.
-    sides = sorted({n for n in facts.own if type(n) is int and n > 2})
-    canvases = [a * b for a, b in itertools.combinations_with_replacement(sides, 2) if most != a * b <= most]
-    found = _masks_like(mask, shows, facts, most)
-    for length in [] if (found and found[0].equal) or isinstance(function, Tensor) else canvases[-2:]:
-        of_canvas = _masks_like(mask, shows, facts, length, _EXTENTS)
-        if of_canvas and of_canvas[0].equal:
-            return of_canvas
-    return found
+# --- where a function is looked at ---
 
 
-def _positions(function: Any) -> int:
-    parameters = inspect.signature(function).parameters.values()
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+class _Place(NamedTuple):
+    """Sizes, and some indices (b, h, q, kv) within them."""
 
-
-# --- what a function holds ---
-
-
-class _Value(NamedTuple):
-    """A value of a parameter, and how to write it."""
-
-    value: Any
-    text: str
-    cost: float = 0.0  # more for a half of a number of the function, and most for one that it does not have
-
-
-class _Facts(NamedTuple):
-    """Numbers and tensors, from which parameters are taken. `own` are the numbers in the function itself."""
-
-    own: list[Any]
-    numbers: list[_Value]
-    tensors: list[_Value]
+    size: Size
+    pairs: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, given: Pasted) -> _Facts:
-        names, literals, tensors = dict(given.made_up), set(given.numbers), []
-        held = _inside(given.function, set())
-        if isinstance(given.function, Tensor):  # whose text may say its numbers
-            held = iter(()) if given.numbers or given.made_up else _distances(given.function)
-        for name, value in held:
-            if name:
-                names.setdefault(name, value)
-            else:
-                literals.add(value)
-        numbers: dict[Any, _Value] = {}
-        for name, value in names.items():
-            if isinstance(value, Tensor):
-                tensors.append(_Value(value, name))
-                if value.ndim == 3:  # for all batch elements
-                    tensors.append(_Value(value[None], f"{name}[None]", _DERIVED))
-                if value.ndim == 1 and len(value) <= _MOST_LENGTHS and _kind_of(value) == "int":
-                    tensors += [_Value(value + n, f"{name} {'+-'[n < 0]} 1", _DERIVED) for n in (1, -1)]
-            elif type(value) in (int, float):
-                numbers.setdefault(value, _Value(value, name if name in given.made_up else repr(value)))
-        for value in (*sorted(literals - {0, 1}, reverse=True), 0, 1):
-            numbers.setdefault(value, _Value(value, repr(value), 0.0 if value in literals else _NOT_ITS_OWN))
-        own = [n for n in numbers if n not in (0, 1)]
-        for change in _CHANGES:
-            for number in own:
-                other = eval(change.format(f"({number})"))  # one of `_CHANGES`
-                text = numbers[number].text
-                text = change.format(text) if text.isidentifier() else repr(other)
-                numbers.setdefault(other, _Value(other, text, _NOT_ITS_OWN if other < 0 else _DERIVED))
-        return cls(own, list(numbers.values()), tensors)
+    def of(cls, length: int, batch: int, heads: int, numbers: Sequence[Any]) -> _Place:
+        """Return random pairs, of which three quarters lie where masks with such numbers change."""
+        steps = torch.tensor([n for n in numbers if n < length] or [1])
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(high: int) -> Tensor:
+            return torch.randint(0, high, (_PAIRS,), generator=generator)
+
+        q, kv, kind, step = draw(length), draw(length), draw(4), steps[draw(len(steps))]
+        kv = torch.where(kind < 2, q + step * (draw(3) - 1) + draw(5) - 2, kv)
+        q, kv = (torch.where(kind == 2, x // step * step + draw(3) - 1, x).clamp(0, length - 1) for x in (q, kv))
+        return cls(Size(batch, heads, length, length, q.device), (draw(batch), draw(heads), q, kv))
+
+    def values(self, value: Mask | Score) -> Tensor:
+        """Return which of the pairs a mask shows, or what a score makes of scores at some queries and keys."""
+        if isinstance(value, Mask):
+            return value(*self.pairs).expand(_PAIRS)
+        q, kv, (batch, heads) = self.pairs[2][:16], self.pairs[3][:64], (self.size.batch, self.size.heads)
+        scores = 4 * torch.randn(batch, heads, 16, 64, generator=torch.Generator().manual_seed(0))
+        over = ScoreOverLengths(_CALL, value, q_len=self.size.q_len, batch=batch, heads=heads)
+        return over.changed(scores, torch.arange(batch), torch.arange(heads), q, kv).flatten()
 
 
-def _inside(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and tensors of a function and of those that it calls, with their names, "" for literals."""
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    variables: dict[str, Any] = {}
-    if isinstance(function, Mask | Score):
-        variables |= {**function.params, "": definition_of(function).function}
-    elif hasattr(function, "func"):  # functools.partial
-        variables |= {**function.keywords, "": function.func}
-    elif isinstance(function, types.FunctionType) and not function.__module__.startswith(("torch", "flexmasks")):
-        codes = [function.__code__]
-        while codes:
-            for constant in codes.pop().co_consts:
-                codes += [constant] if isinstance(constant, types.CodeType) else []
-                several = constant if isinstance(constant, tuple) else (constant,)
-                yield from (("", number) for number in several if type(number) in (int, float))
-        found = inspect.getclosurevars(function)
-        variables |= {**found.globals, **found.nonlocals}
-    for name, value in variables.items():
-        if isinstance(value, Tensor) or type(value) in (int, float):
-            yield name, value.item() if isinstance(value, Tensor) and not value.ndim else value
-        elif callable(value):
-            yield from _inside(value, seen)
+def _places(given: Pasted) -> Iterator[_Place]:
+    """Yield where a function may be one of the library's."""
+
+    def largest(most: int, *directions: tuple[int, ...]) -> int:
+        """Return the largest number up to `most` before which all indices along the directions work."""
+        low, high = 1, most + 1
+        while high - low > 1:
+            middle = most if high > most else (low + high) // 2
+            works = False
+            with contextlib.suppress(*_FAILS):
+                works = all(given.at(*((middle - 1) * torch.tensor(d)[:, None])) is not None for d in directions)
+            low, high = (middle, high) if works else (low, middle)
+        return low
+
+    own = [n for n in given.numbers if type(n) is int and n > 1]
+    has_length = any(type(n) is int and n == given.length for n in given.made_up.values())
+    most = max([given.length * (1 + has_length), *(t.shape[-1] for t in tensors_of(given.value) if t.ndim)])
+    length = largest(most, (0, 0, 1, 1), (0, 0, 1, 0), (0, 0, 0, 1))
+    batch, heads = largest(_ANY, (1, 0, 0, 0)), largest(_ANY, (0, 1, 0, 0))
+    some = batch % _ANY or 1, heads % _ANY or 8
+    yield _Place.of(length, *some, own)
+    if has_length:  # which may be a part of the sequence, or all of it
+        yield _Place.of(given.length, *some, own)
+    if isinstance(given.value, Score):
+        yield from (_Place.of(length, some[0], n, own) for n in own if heads == _ANY > n)
 
 
-def _distances(visible: Tensor) -> Iterator[tuple[str, int]]:
-    """Yield where the runs of visible keys start and end in two rows, as keys and as distances."""
-    rows = visible.reshape(-1, visible.shape[-1])
-    for q in (visible.shape[-2] // 2, visible.shape[-2] - 1):
-        edges = rows[q].int().diff().nonzero().flatten()
-        for kv in (edges[:4] + 1).tolist():
-            yield from (("", kv), ("", abs(q - kv)))
+def _as_mask(given: Pasted, place: _Place) -> Pasted:
+    """Return a score that only hides pairs as a mask, and all else as it is."""
+    if isinstance(score := given.value, Score):
+        before, after = (place.values(get_score(f)) for f in (lambda score, b, h, q, kv: score, score))
+        hidden = after == -torch.inf
+        if hidden.any() and torch.equal(after[~hidden], before[~hidden]):
+            mask = get_mask(lambda b, h, q, kv: score(torch.zeros(()), b, h, q, kv) == 0)
+            return given._replace(value=mask, at=torch.vmap(mask))
+    return given
 
 
 # --- candidates ---
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A mask or score, how to write it, and how long that is."""
+class _Value(NamedTuple):
+    """A value of a parameter, how to write it, and how far it is from what the function holds."""
+
+    value: Any
+    text: str
+    cost: float = 0.0
+
+
+class _Candidate(NamedTuple):
+    """A mask or score, how to write it, how long that is, and its values at a place."""
 
     made: Any
     text: str
     cost: float
-    has_tensors: bool
-    operator: str = ""
-
-    def joined(self, operator: str, other: _Candidate) -> _Candidate:
-        texts = [f"({c.text})" if c.operator not in ("", operator) else c.text for c in (self, other)]
-        made = self.made & other.made if operator == "&" else self.made | other.made
-        has_tensors = self.has_tensors or other.has_tensors
-        return _Candidate(made, f" {operator} ".join(texts), self.cost + other.cost + 1, has_tensors, operator)
+    values: Tensor
 
 
-def _candidates(kind: str, length: int, facts: _Facts, having: Sequence[str] = ()) -> Iterator[_Candidate]:
-    """Yield masks or scores with all likely parameters; with `having`, those that have a parameter of these names."""
+def _candidates(given: Pasted, place: _Place) -> Iterator[_Candidate]:
+    """Yield masks or scores with all likely parameters."""
+    kind = "mask" if isinstance(given.value, Mask) else "score"
     entries, get = (list_masks(), get_mask) if kind == "mask" else (list_scores(), get_score)
+    pool = _pool(given, place.size.q_len)
     for entry in entries:
         parameters = definition(kind, entry.name).parameters
-        options = {n: _options(p, length, facts) for n, p in parameters.items()}
-        required = [n for n, p in parameters.items() if p.required]
-        if not all(options[n] for n in required) or "seed" in parameters:  # no other function has the same draw
+        if "seed" in parameters:  # no other function draws the same
             continue
-        if having and not any(name in parameters for name in having):
-            continue
+        options = {name: _options(p, pool, place.size) for name, p in parameters.items()}
+        required = [name for name, p in parameters.items() if p.required]
+        free = [name for name, p in parameters.items() if not p.required and not p.is_length]
         most = _MOST_OF_ONE[min(len(required), len(_MOST_OF_ONE)) - 1]
-        free = [[(n, v) for v in options[n][:6]] for n in options if n not in required]
-        further: list[Sequence[tuple[str, _Value]]] = [(), *((one,) for own in free for one in own)]
-        further += [two for a, b in itertools.combinations(free, 2) for two in itertools.product(a[:3], b[:3])]
-        choices = itertools.product(further, itertools.product(*(options[n][:most] for n in required)))
-        for others, chosen in itertools.islice(choices, _MOST):
-            own = dict(zip(required, chosen, strict=True)) | dict(others)
-            try:
-                made = get(entry.name, **{n: v.value for n, v in own.items()})
-            except _FAILS:
-                continue
-            text = ", ".join(f"{n}={v.text}" for n, v in own.items())
-            # Of equal masks the one with the fewest parameters is meant, and numbers rather than tensors.
-            cost = sum(1 + v.cost + _A_TENSOR * (not isinstance(v.value, int | float)) for v in own.values())
-            has_tensors = any(isinstance(v.value, Tensor | list) for v in own.values())
-            yield _Candidate(made, f"{entry.name}({text})", cost, has_tensors)
+        needed = _choices([(name, options[name][:most]) for name in required])
+        rarity = 1 / (1 + entry.peers.count(";"))  # few libraries have it, and so it is meant more rarely
+        some = [names for count in (1, 2) for names in itertools.combinations(free, count)]
+        others = [choice for names in some for choice in _choices([(name, options[name][:5]) for name in names])]
+        choices = [*needed[:_MOST], *(a | b for a, b in itertools.product(needed[:_MOST_WITH_OTHERS], others))]
+        for own in choices:
+            text = ", ".join(f"{name}={v.text}" for name, v in own.items())
+            cost = rarity + sum(1 + v.cost for v in own.values())
+            with contextlib.suppress(*_FAILS):  # values do not fit each other, or this place
+                made = get(entry.name, **{name: v.value for name, v in own.items()})
+                yield _Candidate(made, f"{entry.name}({text})", cost, place.values(made))
 
 
-def _options(parameter: Parameter, length: int, facts: _Facts) -> list[_Value]:
-    """Return values for a parameter, the likeliest first."""
-    if parameter.name == "inner":
-        return [_Value(get_mask(name), f"{name}()") for name in ("causal", "full")]
-    found: list[_Value] = []
-    for one in sorted(parameter.alternatives, key=lambda one: not one.dims):  # tensors first
-        low = float(one.low) if one.low.lstrip("-").isdigit() else -float("inf")
-        whole = [v for v in facts.numbers if type(v.value) is int and v.value >= low]
-        if one.dims:
-            found += [v for v in facts.tensors if v.value.ndim == len(one.dims) and _kind_of(v.value) == one.kind]
-            if one.dims == ("B",) and one.kind == "int":  # a number for all batch elements
-                found += [_Value([v.value], f"[{v.text}]", v.cost) for v in whole]
-        elif one.dims is not None or one.kind not in ("int", "float", "bool"):
+def _choices(options: Sequence[tuple[str, list[_Value]]]) -> list[dict[str, _Value]]:
+    """Return values for several parameters, the likeliest first."""
+    names = [name for name, _ in options]
+    products = itertools.product(*(values for _, values in options))
+    chosen = sorted(products, key=lambda values: sum(v.cost for v in values))
+    return [dict(zip(names, values, strict=True)) for values in chosen]
+
+
+def _pool(given: Pasted, length: int) -> list[_Value]:
+    """Return values for parameters, the likeliest first."""
+    pool = [_Value(t, name, _A_TENSOR) for name, t in given.tensors.items()]
+    pool += [_Value(n, text) for n, text in given.numbers.items()]
+    pool += [_Value(n, repr(n), cost) for n, cost in ((0, _DERIVED), (1, _NOT_ITS_OWN)) if n not in given.numbers]
+    known = {0, 1, *given.numbers}
+    for change, (n, own) in itertools.product(_CHANGES, given.numbers.items()):
+        other = eval(change, {"n": n, "length": length}) if n else 0  # one of `_CHANGES`
+        text = change.replace("n", own) if own.isidentifier() and "length" not in change else repr(other)
+        pool += [_Value(other, text, _DERIVED)] if other not in known else []
+        known.add(other)
+    for name, t in given.tensors.items():
+        if t.ndim == 1 and len(t) < _ANY and t.dtype in (torch.int32, torch.int64):
+            pool += [_Value(t + n, f"{name} {'+-'[n < 0]} 1", _A_TENSOR + _DERIVED) for n in (1, -1)]
+        pool += [_Value(t[None], f"{name}[None]", _A_TENSOR + _DERIVED)] if t.ndim == 3 else []
+    pool += [_Value(torch.tensor([n]), f"[{text}]", _A_TENSOR) for n, text in given.numbers.items() if type(n) is int]
+    pool += [_Value(value, repr(value)) for value in (True, False)]
+    return [*pool, *(_Value(get_mask(name), f"{name}()", _A_TENSOR) for name in ("causal", "full"))]
+
+
+def _options(parameter: Parameter, pool: Sequence[_Value], size: Size) -> list[_Value]:
+    """Return the values that a parameter takes. One without a specification takes masks."""
+    options = []
+    for one in pool:
+        with contextlib.suppress(ValueError, TypeError):
+            if bool(parameter.alternatives) != isinstance(one.value, Mask):
+                parameter.check(_CALL, one.value, size, size.named())
+                options.append(one)
+    return options
+
+
+# --- answers ---
+
+
+def _nearest(given: Pasted, place: _Place) -> list[Likeness]:
+    """Return the candidates that are most like a function, or combinations of two that are the same."""
+    is_mask = isinstance(given.value, Mask)
+    wanted = given.at(*place.pairs) if is_mask else place.values(given.value)
+    found = sorted(_candidates(given, place), key=lambda one: one.cost)
+    rows = torch.stack([one.values for one in found] or [wanted])
+    if is_mask:
+        shares = (1 + (rows & wanted).sum(1)) / (1 + (rows | wanted).sum(1))
+    else:
+        shares = torch.isclose(rows, wanted, rtol=1e-4, atol=1e-5).float().mean(1)
+    ranked = [(found[n], shares[n].item()) for n in shares.argsort(descending=True, stable=True)]
+    if is_mask and (given.tensors or not (shares == 1).any()):
+        ranked += [(one, 1.0) for one in _combined(found, rows, wanted)]
+        ranked.sort(key=lambda one: (-one[1], one[0].cost))
+    answers: dict[bytes, Likeness] = {}  # by the values here
+    for tried, (one, share) in enumerate(ranked, 1):
+        key = one.values.numpy().tobytes()
+        before = answers.get(key)
+        if before and (share < 1 or before.proved or (before.equal and not given.tensors)):
             continue
-        elif one.kind == "bool":
-            found += [_Value(value, repr(value)) for value in (True, False) if value is not parameter.default]
-        elif one.count is not None:
-            several = itertools.product([v for v in whole if not v.cost][:5], repeat=one.count)
-            found += [_Value(tuple(v.value for v in vs), f"({', '.join(v.text for v in vs)})") for vs in several]
-        elif parameter.name in _EXTENTS:
-            own = [v for v in whole if v.cost < _DERIVED and v.value > 1]
-            parts = [*(length // v.value for v in own if length % v.value == 0), length, length // 2]
-            found += [*own[:3], *(_Value(n, repr(n), _NOT_ITS_OWN) for n in parts)]
-        else:
-            found += whole if one.kind == "int" else [v for v in facts.numbers if v.value >= low]
-    return found
+        answer = _compared(one, given, place.size, share)
+        if answer and (before is None or _rank(answer) < _rank(before)):
+            answers[key] = answer
+        if len(answers) > _SHOWN or tried == _TRIED:
+            break
+    return sorted(answers.values(), key=_rank)[:_SHOWN]
 
 
-def _kind_of(tensor: Tensor) -> str:
-    return "bool" if tensor.dtype == torch.bool else "float" if tensor.is_floating_point() else "int"
+def _rank(answer: Likeness) -> tuple[bool, bool]:
+    return not answer.equal, not answer.proved
 
 
-# --- masks ---
+def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iterator[_Candidate]:
+    """Yield the cheapest pairs of candidates that together show what is wanted, by `&` or `|`. `found` begins with the
+    cheapest.
+    """
+    for operator, shown, target in (("&", rows, wanted), ("|", ~rows, ~wanted)):  # a | b is ~(~a & ~b)
+        around = ((shown | ~target).all(1) & ~shown.all(1)).nonzero().flatten()
+        nearest = around[shown[around].sum(1).argsort(stable=True)[:_MOST_COMBINED]]
+        chosen = torch.cat([around[:_MOST_COMBINED], nearest]).unique()
+        extra = shown[chosen][:, ~target].float()
+        costs = torch.tensor([found[n].cost for n in chosen])
+        cost = torch.where((extra @ extra.T == 0).triu(), costs[:, None] + costs, torch.inf).flatten()
+        for place in cost.argsort(stable=True)[: min(_SHOWN, int(cost.isfinite().sum()))].tolist():
+            a, b = (found[chosen[n]] for n in divmod(place, len(chosen)))
+            made = a.made & b.made if operator == "&" else a.made | b.made
+            yield _Candidate(made, f"{a.text} {operator} {b.text}", a.cost + b.cost + _COMBINED, wanted)
 
 
-def _masks_like(
-    mask: Mask, shows: Callable[..., Tensor], facts: _Facts, most: int, having: Sequence[str] = ()
-) -> list[Likeness]:
-    works = functools.partial(_works, mask)
-    length = _largest(lambda n: works(0, 0, n, n) and works(0, 0, 0, n) and works(0, 0, n, 0), most)
-    batch, heads = _largest(lambda n: works(n, 0, 0, 0), 65), _largest(lambda n: works(0, n, 0, 0), 65)
-    indices = _pairs(length, min(batch, _MOST_BATCH), min(heads, _MOST_HEADS), facts.own)
-    of_first = [shows(*(x * (i != d) for i, x in enumerate(indices))).bool() for d in (0, 1)]
-    wanted = shows(*indices).bool()
-    if batch > 64:
-        batch = 1 if torch.equal(of_first[0], wanted) else _MOST_BATCH
-    if heads > 64:
-        heads = 1 if torch.equal(of_first[1], wanted) else _MOST_HEADS
-    indices = _pairs(length, batch, heads, facts.own)
-    wanted = shows(*indices).bool()
-    alternatives: dict[bytes, list[_Candidate]] = {}  # by what they show
-    for candidate in _candidates("mask", length, facts, having):
-        try:
-            shown = candidate.made(*indices).expand(_PAIRS)
-        except _FAILS:  # parameters do not fit each other, or this length
-            continue
-        alternatives.setdefault(shown.numpy().tobytes(), []).append(candidate)
-    if not alternatives:
-        return []
-    groups = [sorted(own, key=lambda c: c.cost)[:_ALTERNATIVES] for own in alternatives.values()]
-    rows = torch.stack([torch.frombuffer(bytearray(key), dtype=torch.bool) for key in alternatives])
-    found = [own[0] for own in groups]
-    share = (rows & wanted).sum(1) / (rows | wanted).sum(1).clamp(min=1)
-    order = sorted(range(len(found)), key=lambda n: (-float(share[n]), found[n].cost))
-    nearest = [groups[n] for n in order]
-    best = found[order[0]]
-    is_same = torch.equal(rows[order[0]], wanted)
-    joined: list[_Candidate] = []
-    if not having and (best.has_tensors or not is_same):  # a mask of tensors may be the same for these values only
-        joined = sorted(_combined(found, rows, wanted), key=lambda c: c.cost)[:1]
-        joined = [c for c in joined if not is_same or c.cost <= best.cost + 1]
-        nearest.insert(0, joined)
-    sizes = {"batch": batch, "heads": heads}
-    compared = (
-        one
-        for own in nearest
-        if (one := next((one for c in own if (one := _compared(c, mask, length, sizes))), None)) is not None
-    )
-    results = sorted(itertools.islice(compared, _SHOWN + 1), key=lambda one: (not one.equal, not one.proved))
-    # A combination comes before one mask that is the same for these tensors only.
-    if joined and len(results) > 1 and results[0].written == joined[0].text and results[1].equal:
-        first, second = results[:2]
-        is_one_mask = first.proved == second.proved and _proved(first.mask, second.mask) is not False
-        results[:2] = (second, first) if is_one_mask else (first, second)
-    return results[:_SHOWN]
-
-
-def _works(function: Callable[..., Tensor], *indices: int) -> bool:
-    try:
-        function(*map(torch.tensor, indices))
-    except _FAILS:
-        return False
-    return True
-
-
-def _largest(works: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` whose indices, which end before it, all work."""
-    low, high = 1, most + 1
-    while high - low > 1:
-        middle = most if high > most else (low + high) // 2
-        low, high = (middle, high) if works(middle - 1) else (low, middle)
-    return low
-
-
-def _pairs(length: int, batch: int, heads: int, numbers: Iterable[Any]) -> tuple[Tensor, ...]:
-    """Return indices (b, h, q, kv), of which three quarters lie where masks with such numbers change."""
-    steps = torch.tensor([n for n in numbers if type(n) is int and 0 < n < length] or [1])
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(high: int) -> Tensor:
-        return torch.randint(0, high, (_PAIRS,), generator=generator)
-
-    q, kv, kind, step = draw(length), draw(length), draw(4), steps[draw(len(steps))]
-    kv = torch.where(kind < 2, q + step * (draw(3) - 1) + draw(5) - 2, kv)
-    q, kv = (torch.where(kind == 2, x // step * step + draw(3) - 1, x).clamp(0, length - 1) for x in (q, kv))
-    return draw(batch), draw(heads), q, kv
-
-
-def _compared(candidate: _Candidate, mask: Mask, length: int, sizes: dict[str, Any]) -> Likeness | None:
-    """Compare a candidate and the function exactly. Return None if the candidate is not for this length."""
-    equal, first, share, lengths = True, None, 1.0, []
+def _compared(one: _Candidate, given: Pasted, size: Size, share: float) -> Likeness | None:
+    """Compare a candidate and the function exactly. Return None if the candidate is not for these lengths."""
+    mask, length = given.value, size.q_len
+    if isinstance(mask, Score):
+        return Likeness(one.made, one.text, share == 1, share, (length,))
+    first, lengths, proved = None, [], None
     for n in (*(n for n in _LENGTHS if n < length), length):
-        queries = min(n, max(1, _MOST_PAIRS // (n * sizes["batch"] * sizes["heads"])))  # the last ones
+        queries = min(n, max(1, _MOST_PAIRS // (n * size.batch * size.heads)))  # the last ones
         try:
-            found = compare(mask, candidate.made, queries, n, q_offset="last", **sizes)
+            found = compare(mask, one.made, queries, n, q_offset="last", batch=size.batch, heads=size.heads)
         except _FAILS:  # it is for the whole length only
             if n == length:
                 return None
             continue
         lengths.append(n)
-        equal, first = equal and found.equal, first or _moved(found.first, n - queries)
-        share = 1 - (found.only_a + found.only_b) / (queries * n * sizes["batch"] * sizes["heads"])
-    proved = _proved(mask, candidate.made) if equal else None
-    if proved is False and (candidate.has_tensors or flatten(mask)[1].tensors):  # which stand for any in a proof
+        if first is None and found.first is not None:
+            b, h, q, kv = found.first
+            first = b, h, q + n - queries, kv
+        share = 1 - (found.only_a + found.only_b) / (queries * n * size.batch * size.heads)
+    with contextlib.suppress(*_FAILS, ImportError):  # without a solver, or if none can read them, it is not known
+        proved = compare(mask, one.made, lengths="all").equal if first is None else None
+    if proved is False and (tensors_of(one.made) or tensors_of(mask)):  # which stand for any in a proof
         proved = None
-    return Likeness(candidate.made, candidate.text, proved is not False and equal, share, tuple(lengths), proved, first)
-
-
-def _proved(a: Any, b: Any) -> bool | None:
-    """Return whether masks are the same at all lengths, or None if no solver is installed, or none can read them."""
-    with contextlib.suppress(*_FAILS, ImportError):
-        return compare(a, b, lengths="all").equal
-    return None
-
-
-def _moved(pair: Pair | None, start: int) -> Pair | None:
-    return None if pair is None else (*pair[:2], pair[2] + start, pair[3])
-
-
-# --- combinations ---
-
-
-def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iterator[_Candidate]:
-    """Yield combinations that show what is wanted: of two or three by `&` or `|`, (a | b) & c, and (a & b) | c."""
-    costs = torch.tensor([c.cost for c in found])
-
-    def joined(operator: str, chosen: Sequence[int]) -> _Candidate:
-        made = found[chosen[0]]
-        for n in chosen[1:]:
-            made = made.joined(operator, found[n])
-        return made
-
-    for operator, other, shown, target in (("&", "|", rows, wanted), ("|", "&", ~rows, ~wanted)):  # a | b is ~(~a & ~b)
-        if chosen := _together(shown, target, costs):
-            yield joined(operator, chosen)
-        around = ((shown | ~target).all(1) & ~shown.all(1) & (shown & ~target).any(1)).nonzero().flatten()
-        for one in around[(shown[around] & ~target).sum(1).argsort()[:12]].tolist():
-            left = shown[one]  # the pairs that the others still decide
-            if chosen := _together(~shown[:, left], ~target[left], costs):
-                yield joined(other, chosen).joined(operator, found[one])
-
-
-def _together(shown: Tensor, target: Tensor, costs: Tensor) -> Sequence[int]:
-    """Return the cheapest two rows, or else three, that show the target where all of them show it; or nothing."""
-    rows = ((shown | ~target).all(1) & ~shown.all(1) & (shown & ~target).any(1)).nonzero().flatten()
-    nearest = rows[shown[rows].sum(1).argsort()[:_MOST_COMBINED]]
-    rows = torch.cat([nearest, rows[costs[rows].argsort(stable=True)[:_MOST_COMBINED]]]).unique()
-    count = len(rows)
-    extra = shown[rows][:, ~target].float()
-    both, cost = extra @ extra.T, costs[rows, None] + costs[rows]
-    if (both == 0).any():
-        cheapest = divmod(int(torch.where(both == 0, cost, torch.inf).argmin()), count)
-        return [int(rows[n]) for n in cheapest]
-    a, b = torch.triu_indices(count, count, 1)
-    least = both[a, b].argsort()[:32]
-    a, b = a[least], b[least]
-    three = (extra[a] * extra[b]) @ extra.T
-    if not (three == 0).any():
-        return []
-    pair, third = divmod(int(torch.where(three == 0, cost[a, b, None] + costs[rows], torch.inf).argmin()), count)
-    return [int(rows[n]) for n in (a[pair], b[pair], third)]
-
-
-# --- scores ---
-
-
-def _grid(score: Score, **sizes: int) -> tuple[Tensor, Tensor]:
-    """Return scores [B, H, 16, 64], and how a score change changes them."""
-    generator = torch.Generator().manual_seed(0)
-    q, kv = (torch.randint(0, sizes["q_len"], (n,), generator=generator) for n in (16, 64))
-    scores = torch.randn(sizes["batch"], sizes["heads"], len(q), len(kv), generator=generator) * 4
-    over = ScoreOverLengths(_CALL, score, **sizes)
-    return scores, over.changed(scores, torch.arange(sizes["batch"]), torch.arange(sizes["heads"]), q, kv)
-
-
-def _hidden_by(score: Score) -> Callable[..., Tensor] | None:
-    """Return the mask of a score function that only hides pairs, or None for another one."""
-    scores, changed = _grid(score, q_len=_LENGTHS[-1], batch=1, heads=1)
-    hidden = changed == -torch.inf
-    if not hidden.any() or not torch.equal(changed[~hidden], scores[~hidden]):
-        return None
-    return lambda b, h, q, kv: score(torch.zeros(()), b, h, q, kv) == 0
-
-
-def _scores_like(score: Score, facts: _Facts, length: int) -> list[Likeness]:
-    works = functools.partial(_works, functools.partial(score, torch.zeros(())))
-    length = _largest(lambda n: works(0, 0, n, 0) and works(0, 0, 0, n), length)
-    batch = _largest(lambda n: works(n, 0, 0, 0), 65) % 65  # 0 if there is no tensor of batch elements
-    results: dict[str, Likeness] = {}
-    for heads in dict.fromkeys((_MOST_HEADS, *(n for n in facts.own if type(n) is int and 1 < n <= 64))):
-        sizes = {"q_len": length, "batch": max(1, batch), "heads": heads}
-        for candidate in _candidates("score", length, facts):
-            try:
-                changed, wanted = (_grid(one, **sizes)[1] for one in (candidate.made, score))
-            except _FAILS:  # it is for other lengths, or another number of heads
-                continue
-            share = float(torch.isclose(changed, wanted, rtol=1e-4, atol=1e-5).float().mean())
-            if candidate.text not in results or share > results[candidate.text].share:
-                results[candidate.text] = Likeness(candidate.made, candidate.text, share == 1, share, (length,))
-    return sorted(results.values(), key=lambda one: -one.share)[:_SHOWN]
+    return Likeness(one.made, one.text, first is None and proved is not False, share, tuple(lengths), proved, first)

@@ -1,17 +1,16 @@
-"""Source text of a mask or score function, as a function. Numbers and tensors that the text leaves open are made up."""
+"""A mask or score function as a user hands it over, also as text. What a text leaves open is made up."""
 
 from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import functools
 import inspect
-import itertools
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,281 +18,268 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-_SHORTEST, LONGEST = 128, 16384
-_BATCH, _HEADS, _WIDTH, _KERNEL = 2, 8, 8, 5
-_NUMBERS = (7, 11, 18, 27, 43, 61)  # numbers whose halves, doubles and neighbors differ
-_ROLES = ("b", "h", "q", "kv")
-_NAMES_OF_ROLES = ("b|batch|batch_idx", "h|head|head_idx", "q|i|row|q_(idx|index|pos)", "kv?|j|col|kv?_(idx|index|pos)")
+from flexmasks import Mask, Score, get_mask, get_score
+from flexmasks.extend import flatten, in_message
+
+_CALL = "flexmasks.alike"
+_SHORTEST, _LONGEST = 128, 1 << 19
+_MOST_OF_PAIRS = 1 << 18  # elements of a made-up tensor of pairs
+_FEW = 64  # elements of a tensor that may be lengths of batch elements
+_BATCH, _HEADS, _WIDTH, _SMALL = 2, 8, 8, 5
+_NUMBERS = (27, 11, 18, 7, 43, 61)  # numbers whose halves, doubles and neighbors differ
 _SIZES = (  # of names, in this order
-    ("kernel", lambda length: _KERNEL),
+    ("kernel|dilation|sink", lambda length: _SMALL),
     ("head", lambda length: _HEADS),
     ("^[wW]$|width|_w$", lambda length: _WIDTH),
     ("^H$|height|_h$", lambda length: length // _WIDTH),
     ("len|total|seq|^[nNSLT]$", lambda length: length),
 )
+_ROLES = ("b", "h", "q", "kv")
+_FUNCTION = """
+def _mask(b, h, q, kv):
+    batch_idx, head_idx, q_idx, kv_idx, k, k_idx = b, h, q, kv, kv, kv
+"""
+_OPERATOR = r"(?:[<>=!]=|[<>%*/+-]|//)"
 _KNOWN = {
     **vars(builtins), "torch": torch, "math": math, "np": np, "numpy": np, "F": torch.nn.functional, "nn": torch.nn,
     "Tensor": Tensor, "partial": functools.partial, "functools": functools,
     **{name: getattr(flex_attention, name) for name in ("and_masks", "or_masks", "noop_mask")},
 }  # fmt: skip
-_Function = ast.FunctionDef | ast.Lambda
 
 
 class Pasted(NamedTuple):
-    """A function of indices or dense mask [B, H, Q, KV], and what is known of it.
+    """A mask or score, and what is known of it.
 
-    length: the number of queries and keys for which its tensors were made, or at which its numbers matter.
-    numbers: those in the text.
+    at: its values at vectors of indices, of scores of 0, where a user's function runs as torch runs it.
+    length: the number of queries and keys at which its numbers matter, and that made-up tensors have.
+    numbers, tensors: those in it, with how to write them.
     made_up: values that the text leaves open, by name.
     """
 
-    function: Any
+    value: Mask | Score
+    at: Callable[..., Tensor]
     length: int
-    numbers: tuple[Any, ...] = ()
-    made_up: Mapping[str, Any] = {}
+    numbers: Mapping[int | float, str]
+    tensors: Mapping[str, Tensor]
+    made_up: Mapping[str, Any]
 
 
-def of_text(text: str, given: Mapping[str, Any], part: int = 1) -> Pasted:
-    """Return the function in a text: a lambda, a definition, one that makes such a function or a dense mask, or an
-    expression of q and kv. The text runs in this process.
+def read(given: Any, names: Mapping[str, Any]) -> Pasted:
+    """Return the mask or score of a function of indices, of a dense mask, of a function that makes one of these, or of
+    the text of any of these or of an expression of q and kv. A text runs in this process.
 
-    given: values of names that the text leaves open; lists are tensors.
-    part: a name such as `n` or `seq_len` stands for one of so many parts of the length.
+    names: values of names that the text leaves open, and of further arguments; lists are tensors.
 
-    Raises ValueError if the text has no such function, fails, or needs what cannot be made up.
+    Raises ValueError or TypeError if there is no such function, if it fails, or needs what cannot be made up.
     """
-    try:
-        tree = _Plain().visit(ast.parse(textwrap.dedent(text.strip("\n"))))
-    except SyntaxError as error:
-        raise ValueError(f"flexmasks: the text is no Python; line {error.lineno}: {error.msg}.") from None
-    tree.body, target = _with_target(tree.body)
-    values = _Values(tree, given, part)
-    space = {**_KNOWN, **{name: values[name] for name in _free(tree)}}
-    code = compile(ast.fix_missing_locations(tree), "<pasted>", "exec", annotations.compiler_flag)
-    with saying(values.made_up):
-        exec(code, space)
-    return _of_indices(space["_pasted"], target, values)
+    if not isinstance(given, str | Tensor) and not callable(given):
+        raise TypeError(f"{_CALL}: pass a function, its text, or a dense mask, got {in_message(given)}.")
+    tree, function, space = _tree(given), given, dict(_KNOWN)
+    values = _Values(tree, names)
+    while True:  # until all names that the text leaves open have a value
+        try:
+            if isinstance(given, str):
+                exec(compile(tree, "<pasted>", "exec", annotations.compiler_flag), space)
+                function = space["_pasted"]
+            value, at = _as_value(function if isinstance(given, Tensor) else values.closed(function))
+            shown = at(*torch.zeros(4, 1, dtype=torch.int64))
+            break
+        except Exception as error:  # a user's function may raise anything
+            if isinstance(error, NameError) and isinstance(given, str) and error.name and error.name not in space:
+                space[error.name] = values[error.name]
+                continue
+            if str(error).startswith("flexmasks"):
+                raise
+            made = ", ".join(values.made_up)
+            hint = f"; {made} had to be made up: pass values, as in {made.partition(',')[0]}=..." if made else ""
+            raise ValueError(f"flexmasks: the function fails ({type(error).__name__}: {error}){hint}.") from error
+    if unused := names.keys() - values.known.keys():
+        raise ValueError(f"flexmasks: the function leaves no `{unused.pop()}` open.")
+    if isinstance(value, Mask) and shown.dtype != torch.bool:
+        got = str(shown.dtype).removeprefix("torch.")
+        raise TypeError(f"{_CALL}: a mask function returns booleans, this one {got}.")
+    tensors = {name: v for name, v in values.made_up.items() if isinstance(v, Tensor)}
+    numbers = {v: name for name, v in reversed(values.made_up.items()) if type(v) in (int, float)}
+    leaves = flatten(value)[1]
+    tensors |= {p.name: t for p, t in zip(leaves.places, leaves.tensors, strict=True) if p and p.key != "visible"}
+    literals = values.literals.union(number.value for number in leaves.numbers).difference(numbers)
+    ends = [int(t.max()) for t in tensors.values() if t.ndim == 1 and t.dtype == torch.int64 and 0 < len(t) <= _FEW]
+    length = max(values.length, _length_for(literals), *ends)
+    numbers |= {n: repr(n) for n in sorted(literals, reverse=True)}
+    return Pasted(value, at, length, numbers, tensors, values.made_up)
 
 
-def of_function(function: Callable[..., Any], given: Mapping[str, Any], part: int = 1) -> Pasted:
-    """Return a function of indices, or what a function that makes one returns; see `of_text`."""
-    try:
-        tree = _Plain().visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
-    except (OSError, TypeError, SyntaxError):  # a built-in or callable object, or part of a longer expression
-        tree = ast.parse("")
-    target = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    return _of_indices(function, target, _Values(tree, given, part))
-
-
-def length_for(numbers: Iterable[Any]) -> int:
+def _length_for(numbers: Iterable[Any]) -> int:
     """Return a number of queries and keys at which the meaning of such numbers shows."""
-    whole = sorted({n for n in numbers if type(n) is int and 1 < n <= LONGEST // 3})
+    whole = sorted({n for n in numbers if type(n) is int and 1 < n <= _LONGEST // 3})
     canvas = 2 * math.prod(whole[-2:])
     return max([_SHORTEST, *(3 * n for n in whole[-1:]), *([canvas] if canvas <= 2048 else [])])
 
 
-def _of_indices(function: Any, target: ast.AST | None, values: _Values) -> Pasted:
-    """Call what makes a function of indices, or give that its further arguments."""
-    if isinstance(target, _Function):
-        takes = _arguments(target)
-        if not _positions(target):
-            with saying(values.made_up):
-                function = function(**{name: values[name] for name in takes})
-        elif further := takes[_positions(target) :]:
-            function = functools.partial(function, **{name: values[name] for name in further})
-    values.check_all_are_used()
-    if isinstance(function, Tensor) and function.ndim > 1 and function.shape[-1] > 1:
-        visible = function if function.dtype == torch.bool else function == function.max()
-        function = visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
-        return Pasted(function, function.shape[-1], values.numbers, values.made_up)
-    if not callable(function):
-        raise ValueError(f"flexmasks: the text makes no function of (b, h, q, kv) and no mask, but {function!r:.80}.")
-    return Pasted(function, values.length, values.numbers, values.made_up)
+def _as_value(function: Any) -> tuple[Mask | Score, Callable[..., Tensor]]:
+    """Return a mask or score of a function, and its values at vectors of indices."""
+    is_plain = not isinstance(function, Tensor | Mask | Score)
+    if is_plain and not callable(function):
+        raise ValueError(f"flexmasks: {function!r:.80} is no function of (b, h, q, kv) and no dense mask.")
+    if isinstance(function, Score) or (is_plain and _positions(function) == 5):
+        score = get_score(function)
+        call = torch.vmap(score) if is_plain else score
+        return score, lambda *indices: call(torch.zeros(len(indices[0])), *indices)
+    mask = get_mask(function)
+    return mask, torch.vmap(mask) if is_plain else mask
 
 
-@contextlib.contextmanager
-def saying(made_up: Mapping[str, Any]) -> Iterator[None]:
-    """Errors of a user's code say what was made up for it."""
+def _positions(function: Any) -> int:
+    """Return 4 for a mask function, 5 for a score function, and 0 for all else, as a function that makes one."""
+    parameters = inspect.signature(function).parameters.values()
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    makes = any(isinstance(one, types.CodeType) and one.co_argcount in (4, 5) for one in constants)
+    return len(taken) if len(taken) in (4, 5) and not makes else 0
+
+
+# --- the text ---
+
+
+def _tree(given: Any) -> ast.Module:
+    """Return a text, or the source of a function, as statements; none where there is no source."""
     try:
-        yield
-    except Exception as error:  # it may raise anything
-        names = list(made_up)
-        hint = f"; {', '.join(names)} had to be made up: pass values, as in {names[0]}=..." if names else ""
-        raise ValueError(f"flexmasks: the function fails ({type(error).__name__}: {error}){hint}.") from error
+        text = given if isinstance(given, str) else inspect.getsource(given)
+        text = re.sub(r"\b(self|cls|config|cfg|args)\.(?=\w)", "", re.sub(r"\((self|cls)(, *|(?=\)))", "(", text))
+        tree = ast.parse(textwrap.dedent(text.strip("\n")))
+        return _with_target(tree) if isinstance(given, str) else tree
+    except SyntaxError as error:
+        if isinstance(given, str):
+            raise ValueError(f"flexmasks: the text is no Python; line {error.lineno}: {error.msg}.") from None
+    except (OSError, TypeError):  # a built-in or callable object
+        pass
+    return ast.parse("")
 
 
-class _Plain(ast.NodeTransformer):
-    """Drops classes around methods, decorators and bare annotations, and makes names of `self.config.window`."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.decorator_list = []
-        if node.args.args and node.args.args[0].arg in ("self", "cls"):
-            del node.args.args[0]
-        return self.generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> list[Any]:
-        return [self.visit(method) for method in node.body if isinstance(method, ast.FunctionDef)]
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
-        return None if node.value is None else self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        parts = ast.unparse(node).split(".")
-        if parts[0] in ("self", "cls", "config", "cfg", "args") and all(map(str.isidentifier, parts)):
-            return ast.copy_location(ast.Name("_".join(parts[parts[0] in ("self", "cls") :]), ast.Load()), node)
-        return self.generic_visit(node)
+def _indices(node: ast.AST) -> list[str]:
+    """Return the names of the indices, and of the score, that a function takes; none for all else."""
+    if not isinstance(node, ast.FunctionDef | ast.Lambda):
+        return []
+    arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    required = arguments[: len(arguments) - len(node.args.defaults)]
+    return required if len(required) in (4, 5) else []
 
 
-def _arguments(node: _Function) -> list[str]:
-    return [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+def _functions(statement: ast.AST) -> list[Any]:
+    """Return the functions of indices in a statement, and the calls that combine some, the outermost first."""
+    nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Call) or _indices(node)]
+    return [n for n in nodes if not isinstance(n, ast.Call) or re.search(r"\b(and|or)_masks$", ast.unparse(n.func))]
 
 
-def _positions(node: ast.AST) -> int:
-    """Return 4 for a mask function, 5 for a score function, and 0 for all else."""
-    if not isinstance(node, _Function) or any(map(_positions, itertools.islice(ast.walk(node), 1, None))):
-        return 0
-    required = len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
-    return required if required in (4, 5) else 0
-
-
-def _with_target(body: list[ast.stmt]) -> tuple[list[ast.stmt], ast.AST]:
-    """Return the statements that make the last function of indices, as `_pasted`, and the node that it comes from."""
-    found: list[tuple[bool, int, ast.AST]] = []
-    for place, statement in enumerate(body):
-        value = getattr(statement, "value", None)
-        if isinstance(statement, ast.FunctionDef):
-            found.append((any(map(_positions, ast.walk(statement))), place, statement))
-        elif value is not None:
-            names = sorted({node.id for node in ast.walk(value) if isinstance(node, ast.Name)})
-            roles = [next((n for n in names if re.fullmatch(role, n)), None) for role in _NAMES_OF_ROLES]
-            if isinstance(value, ast.Call) and re.search(r"\b(and|or)_masks$", ast.unparse(value.func)):
-                found.append((True, place, value))
-            elif inside := [node for node in ast.walk(value) if _positions(node)]:
-                found.append((True, place, inside[-1]))
-            elif roles[2] and roles[3] and isinstance(statement, ast.Expr | ast.Return):
-                taken = ", ".join(name or f"_{n}" for n, name in enumerate(roles))
-                found.append((True, place, ast.parse(f"lambda {taken}: {ast.unparse(value)}", mode="eval").body))
-            elif isinstance(value, ast.Call):
-                found.append((False, place, value))
+def _with_target(tree: ast.Module) -> ast.Module:
+    """Return statements that set `_pasted` to the last function of indices, or else to the last function or value. What
+    comes after it, and what is done with it, does not run.
+    """
+    body: list[Any] = []
+    for statement in tree.body:
+        body += statement.body if isinstance(statement, ast.ClassDef) else [statement]
+    definitions = [s for s in body if isinstance(s, ast.FunctionDef)]
+    for definition in definitions:
+        definition.decorator_list = []
+    text = ast.unparse(tree)
+    has_function = definitions or re.search(r"\blambda\b|\b(and|or)_masks\b", text)
+    if not has_function and all(re.search(rf"\b{name}(_idx)?\b", text) for name in ("q", "kv?")):
+        function: Any = ast.parse(_FUNCTION).body[0]  # of an expression, or of what stands inside of a function
+        function.body += [*body[:-1], ast.Return(getattr(body[-1], "value", None))]
+        body = definitions = [function]
+    found = [s for s in body if isinstance(s, ast.FunctionDef) or getattr(s, "value", None)]
     if not found:
         raise ValueError(
             "flexmasks: the text has no function of (b, h, q, kv): pass a lambda, a definition, or an expression of q "
             "and kv, such as q >= kv."
         )
-    _, place, target = max(found, key=lambda one: one[:2])
-    value = ast.Name(target.name, ast.Load()) if isinstance(target, ast.FunctionDef) else target
-    kept = [s for n, s in enumerate(body) if n < place or isinstance(s, ast.FunctionDef | ast.Import | ast.ImportFrom)]
-    return [*kept, ast.Assign([ast.Name("_pasted", ast.Store())], value)], target  # type: ignore[arg-type]
+    last = ([s for s in found if _functions(s)] or found)[-1]
+    target = ast.Name(last.name, ast.Load()) if last in definitions else [*_functions(last), last.value][0]
+    place = body.index(last)
+    kept = body[:place] + [s for s in body[place:] if s in definitions]
+    tree.body = [*kept, ast.Assign([ast.Name("_pasted", ast.Store())], target)]
+    return ast.fix_missing_locations(tree)
 
 
-def _free(tree: ast.AST) -> list[str]:
-    """Return the names that a text reads and does not define; annotations are not read."""
-    nodes = list(ast.walk(tree))
-    roots = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
-    unread = {part for root in roots if isinstance(root, ast.AST) for part in ast.walk(root)}
-    names = [node for node in nodes if isinstance(node, ast.Name) and node not in unread]
-    defined = {a for node in nodes if isinstance(node, _Function) for a in _arguments(node)}
-    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    defined |= {(a.asname or a.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias) for a in [node]}
-    defined |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    return list(dict.fromkeys(name.id for name in names if name.id not in defined and name.id not in _KNOWN))
+# --- what it leaves open ---
 
 
 class _Values:
-    """Values of the names in a text: given ones, defaults of arguments, or made-up ones that fit their use."""
+    """Values of the names in a text: given ones, or made-up ones that fit their use."""
 
-    def __init__(self, tree: ast.AST, given: Mapping[str, Any], part: int) -> None:
+    def __init__(self, tree: ast.AST, given: Mapping[str, Any]) -> None:
         self._given = {n: torch.tensor(v) if isinstance(v, list | tuple) else v for n, v in given.items()}
-        self._nodes, self._part = list(ast.walk(tree)), part
-        self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
-        literals = [node.value for node in self._nodes if isinstance(node, ast.Constant)]
-        self.numbers = tuple(n for n in (*literals, *given.values()) if type(n) in (int, float))
-        self.length = length_for(self.numbers)
-        self.made_up: dict[str, Any] = {}
-        self._used: set[str] = set()
-        self._next = iter(_NUMBERS)
+        self._text, nodes = ast.unparse(tree), list(ast.walk(tree))
+        constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        self.literals = {n for n in (*constants, *given.values()) if type(n) in (int, float)}
+        self.length = _length_for(self.literals)
+        self.known: dict[str, Any] = {}
+        self._numbers = iter(_NUMBERS)
         self._generator = torch.Generator().manual_seed(0)
-        functions = [node for node in self._nodes if isinstance(node, _Function) and _positions(node)]
-        self._of_score = any(_positions(node) == 5 for node in functions)
-        self._roles: dict[str, str] = {}
-        for node in functions:
-            self._roles |= zip(_arguments(node)[_positions(node) - 4 :], _ROLES, strict=False)
+        functions = [names for node in nodes if (names := _indices(node))]
+        self._of_score = any(len(names) == 5 for names in functions)
+        self._roles = {n: role for names in functions for n, role in zip(names[-4:], _ROLES, strict=True)}
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a name. Raises ValueError for a function, which cannot be made up."""
-        self._used.add(name)
-        if name not in self._given and (default := self._default(name)) is not None:
-            self._given[name] = default
-        if name not in self._given:
-            self._given[name] = self.made_up[name] = self._made(name)
-        return self._given[name]
+        if name not in self.known:
+            self.known[name] = self._given[name] if name in self._given else self._made(name)
+        return self.known[name]
 
-    def check_all_are_used(self) -> None:
-        """Raise ValueError if a value was given for a name that nothing reads."""
-        if unused := [name for name in self._given if name not in self._used]:
-            raise ValueError(f"flexmasks: the function leaves no `{unused[0]}` open.")
+    @property
+    def made_up(self) -> dict[str, Any]:
+        return {name: value for name, value in self.known.items() if name not in self._given}
 
-    def _default(self, name: str) -> Any:
-        for node in self._nodes:
-            if isinstance(node, _Function):
-                arguments = [*node.args.posonlyargs, *node.args.args]
-                pairs = [*zip(arguments[::-1], node.args.defaults[::-1], strict=False)]
-                for argument, default in (*pairs, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)):
-                    if argument.arg == name and isinstance(default, ast.Constant):
-                        return default.value
-        return None
+    def closed(self, function: Any) -> Any:
+        """Return a function of indices with its further arguments, or what a function that makes one returns."""
+        if callable(function) and not isinstance(function, Tensor | Mask | Score):
+            positions = _positions(function)
+            further = list(inspect.signature(function).parameters.values())[positions:]
+            further = [p for p in further if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            wanted = [p.name for p in further if p.name in self._given or p.default is p.empty or p.default is None]
+            arguments = {name: self[name] for name in wanted}
+            function = functools.partial(function, **arguments) if arguments else function
+            function = function if positions else function()
+        if not isinstance(function, Tensor) or function.ndim < 2:
+            return function
+        visible = function if function.dtype == torch.bool else function == function.max()
+        return visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
 
     def _made(self, name: str) -> Any:
-        uses = [n for n in self._nodes if isinstance(n, ast.Name) and n.id == name]
-        beside = [(n, self._parents.get(n)) for n in uses]
-        calls = [p for n, p in beside if isinstance(p, ast.Call) and p.func is n]
-        joined = [p for n, p in beside if isinstance(p, ast.Call) and re.search("(and|or)_masks$", ast.unparse(p.func))]
-        if calls or joined:
-            if "causal" in name or re.fullmatch("(inner_?)?(mask_?)?(mod|fn|function)|mask|inner", name):
-                return lambda b, h, q, kv: q >= kv
-            raise ValueError(f"flexmasks: the text calls `{name}` without its definition; paste that too.")
         if re.search("offsets|cu_seq", name):
             return torch.tensor([0, *(self.length * n // 8 for n in (1, 3, 4)), self.length])
-        if indexed := [n for n, p in beside if isinstance(p, ast.Subscript) and p.value is n]:
-            return self._tensor(indexed)
-        length = self.length // self._part
+        if uses := list(re.finditer(rf"\b{name}((?:\[[^]]*\])+)", self._text)):
+            return self._tensor(uses)
+        if re.search("causal|^(inner_?)?(mask_?)?(mod|fn|function)$|^mask$|^inner$", name):
+            return lambda b, h, q, kv: q >= kv
+        if re.search(rf"\b{name}\(", self._text):
+            raise ValueError(f"flexmasks: the text calls `{name}` without its definition; paste that too.")
         size = next((size for pattern, size in _SIZES if re.search(pattern, name)), None)
-        return next(self._next, 5) if size is None else size(length)
+        return next(self._numbers, _SMALL) if size is None else size(self.length)
 
-    def _tensor(self, uses: Iterable[ast.Name]) -> Tensor:
-        """Make a tensor: of biases, lengths of batch elements, flags, ends of spans, or numbers of documents."""
+    def _tensor(self, uses: Sequence[re.Match[str]]) -> Tensor:
+        """Make a tensor: of biases, lengths of batch elements, flags, or numbers of documents."""
         dims: list[str] = []
-        is_flag, is_end = True, False
-        is_start = any(re.search("prefix|start|left", use.id) for use in uses)
+        is_flag = True
         for use in uses:
-            node, own = use, []
-            while isinstance(outer := self._parents.get(node), ast.Subscript) and outer.value is node:
-                index = outer.slice
-                own += [self._dimension(i) for i in (index.elts if isinstance(index, ast.Tuple) else [index])]
-                node = outer  # type: ignore[assignment]
-            dims = max(dims, own, key=len)
-            beside = self._parents.get(node)
-            combines = isinstance(beside, ast.BinOp) and isinstance(beside.op, ast.BitAnd | ast.BitOr | ast.BitXor)
-            is_flag &= combines or not isinstance(beside, ast.Compare | ast.BinOp | ast.Subscript)
-            if isinstance(beside, ast.Compare):
-                others = [side for side in (beside.left, *beside.comparators) if isinstance(side, ast.Name)]
-                is_end |= any(self._roles.get(side.id) in ("q", "kv") for side in others)
-        length = self.length
+            dims = max(dims, [self._dimension(index) for index in re.split(r"\]\[|, ", use[1])], key=len)
+            before, after = self._text[: use.start()], self._text[use.end() :]
+            is_flag &= not (re.search(rf"{_OPERATOR} \(?$", before) or re.match(rf"[\])]? {_OPERATOR}", after))
+        length = min(self.length, int(float(_MOST_OF_PAIRS) ** (1 / max(1, dims.count("s")))))
         sizes = {"b": _BATCH, "h": _HEADS, "s": length}
         random = torch.rand([sizes.get(d) or int(d) for d in dims], generator=self._generator)
         if self._of_score:
             return random
         if "s" not in dims:
-            return (length * (1 + random) / (8 if is_start else 2)).long()
+            return (length * (1 + random) / 2).long()
         if is_flag:
             return random < (0.15 if dims.count("s") == 1 else 0.5)
-        if is_end:
-            return (torch.arange(1, length + 1) + random * length / 4).long().clamp(max=length)
-        return (random < 8 / length).cumsum(-1) * 5 % 9 - 1  # numbers that rise and fall, some of them negative
+        places = torch.arange(length) / length + random[..., :1] / 16
+        ids: Tensor = torch.tensor([4, -1, 7, 2])[torch.bucketize(places, torch.tensor([1, 3, 9]) / 16)]
+        return ids
 
-    def _dimension(self, index: ast.AST) -> str:
-        roles = {self._roles[n.id] for n in ast.walk(index) if isinstance(n, ast.Name) and n.id in self._roles}
+    def _dimension(self, index: str) -> str:
+        roles = {self._roles[name] for name in re.findall(r"\w+", index) if name in self._roles}
         if roles == {"q", "kv"}:  # a distance, from the middle
-            middle = [n.value for n in ast.walk(index) if isinstance(n, ast.Constant) and type(n.value) is int]
-            return str(2 * max([*middle, 0]) + 1 if middle else 2 * self.length - 1)
+            return str(2 * max(map(int, re.findall(r"\b\d+", index)), default=self.length - 1) + 1)
         return roles.pop() if roles in ({"b"}, {"h"}) else "s"

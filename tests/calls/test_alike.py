@@ -82,6 +82,24 @@ def make_mask(seq_len, window):
     i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)
     return torch.where((j <= i) & (i - j < window), 0.0, float("-inf"))
 """
+_OVERLAYS = """
+def sliding_window_overlay(sliding_window: int) -> Callable:
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+        return kv_idx > q_idx - sliding_window
+
+    return inner_mask
+
+def causal_mask_function(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    return kv_idx <= q_idx
+
+def sliding_window_causal_mask_function(sliding_window: int) -> Callable:
+    return and_masks(sliding_window_overlay(sliding_window), causal_mask_function)
+"""
+_INSIDE = """
+causal = q_idx >= kv_idx
+near = (q_idx - kv_idx).abs() <= window
+return causal & near & ((q_idx - kv_idx) % dilation == 0)
+"""
 _DOCUMENTS = "(seq_ids[b, q] == seq_ids[b, kv])"
 FOUND = {
     "q_idx >= kv_idx": "causal()",
@@ -90,8 +108,14 @@ FOUND = {
     _BLOCKED: "chunked_causal(chunk=fixed_block_size)",
     _DIFFUSION: "block_diffusion(length=n, block=block_size)",
     _SASA: "sasa(height=6, width=32, window=3)",
-    _METHOD: "local(left=config_local_attention // 2, right=config_local_attention // 2)",
+    _METHOD: "local(left=local_attention // 2, right=local_attention // 2)",
     _DENSE: "sliding_window(window=window - 1)",
+    _OVERLAYS: "sliding_window(window=sliding_window - 1)",
+    _INSIDE: "causal() & dilated_window(window=window, dilation=dilation)",
+    "lambda b, h, q, kv: ((q - kv).abs() <= window) & ((q - kv) % dilation == 0)": (
+        "dilated_window(window=window, dilation=dilation)"
+    ),
+    "lambda b, h, q, kv: (q >= kv) & (q // 8192 == kv // 8192)": "chunked_causal(chunk=8192)",
     "lambda b, h, q, kv: (kv <= q) & ((q - kv < 1024) | (kv < 4))": "sink_window(sinks=4, window=1023)",
     "lambda b, h, q, k: (k // 16 <= q // 16) & (q // 16 - k // 16 <= 4)": "block_window(chunk=16, left=4, right=0)",
     "lambda b, h, m, n: torch.abs(m - n) < 64": "local(left=63, right=63)",
@@ -154,15 +178,24 @@ def test_what_is_found_is_the_function() -> None:
 
 def test_documents_are_not_taken_for_masks_that_are_the_same_for_some_ids() -> None:
     ids = torch.arange(200) // 30
-    first, second = flexmasks.alike(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]))[:2]
-    assert first.written == "causal() & document(document_ids=ids)"
-    assert second.written == "causal_blockwise(block_ids=ids)"  # which has another meaning for negative ids
-    assert second.equal
+    found = flexmasks.alike(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]))
+    # causal_blockwise(block_ids=ids) is the same for these, and has another meaning for negative ids
+    assert found[0].written == "causal() & document(document_ids=ids)"
+
+
+def test_the_length_reaches_all_lengths_of_batch_elements() -> None:
+    lens = torch.tensor([300, 77])
+    found = flexmasks.alike(lambda b, h, q, kv: (q >= kv) & (kv < lens[b]))
+    assert found[0].written == "causal() & padding(kv_lens=lens)"
+    assert found[0].equal
+    assert found[0].lengths[-1] >= 300
 
 
 def test_a_dense_mask_is_looked_up() -> None:
-    visible = torch.ones(50, 50).tril().bool() & ~torch.ones(50, 50).tril(-8).bool()
-    assert flexmasks.alike(visible)[0].written == "sliding_window(window=7)"
+    visible = torch.ones(50, 50).tril().bool()
+    first = flexmasks.alike(visible)[0]
+    assert first.written == "causal()"
+    assert first.lengths[-1] == 50
 
 
 def test_given_values_are_used() -> None:
@@ -177,21 +210,23 @@ def test_given_values_are_used() -> None:
 def test_what_is_no_mask_of_the_library_is_said_to_differ() -> None:
     found = flexmasks.alike("lambda b, h, q, kv: (q * kv) % 7 == 3")
     assert not found[0].equal
-    assert re.search(r"\d\d\.\d\d% of the pairs of \d+ tokens, but not \(b, h, q, kv\) = ", repr(found))
+    assert re.search(r"differs in \d\d\.\d\d% of the pairs of \d+ tokens, first in \(b, h, q, kv\) = ", repr(found))
 
 
 @pytest.mark.parametrize(
     ("function", "names", "says"),
     [
         ("lambda b, h, q kv: q", {}, "the text is no Python; line 1"),
-        ("x = 3", {}, "has no function of (b, h, q, kv)"),
-        ("def f(n):\n    return 3", {}, "makes no function of (b, h, q, kv) and no mask, but 3"),
+        ("", {}, "the text has no function of (b, h, q, kv)"),
+        ("x = 3", {}, "3 is no function of (b, h, q, kv) and no dense mask"),
+        ("def f(n):\n    return 3", {}, "3 is no function of (b, h, q, kv) and no dense mask"),
         ("lambda b, h, q, kv: near(q) > kv", {}, "calls `near` without its definition"),
-        ("lambda b, h, q, kv: q.none > window", {}, "window had to be made up: pass values, as in window=..."),
+        ("lambda b, h, q, kv: (q > window).none", {}, "window had to be made up: pass values, as in window=..."),
         ("lambda b, h, q, kv: q > kv", {"window": 3}, "leaves no `window` open"),
         (lambda b, h, q, kv: q > kv, {"window": 3}, "leaves no `window` open"),
         (lambda b, h, q, kv: q + kv, {}, "a mask function returns booleans, this one int64"),
-        (lambda b, h: b, {}, "must take (b, h, q, kv) by position"),
+        (lambda b, h: h, {}, "is no function of (b, h, q, kv) and no dense mask"),
+        ("lambda b, h, q, kv: q >= kv and q > 3", {}, "the function fails (RuntimeError: vmap"),
         (3, {}, "pass a function, its text, or a dense mask, got 3"),
         (math.nan, {}, "pass a function, its text, or a dense mask, got nan"),
     ],
