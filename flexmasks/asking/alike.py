@@ -28,7 +28,7 @@ _PAIRS = 4096  # on which candidates are compared at first
 _CHANGES = ("length // n", "n - 1", "n // 2", "2 * n + 1", "n + 1", "2 * n", "-n")
 _MOST, _MOST_WITH_OTHERS = 100, 5  # choices of the parameters without a default, alone and with one or two others
 _MOST_OF_ONE = (40, 14, 8, 5)  # and of each without a default, if there are one, two, three or more
-_MOST_COMBINED = 128  # of the nearest, and of the cheapest candidates
+_MOST_COMBINED = 512  # of the candidates that show all that a function shows
 _MOST_PAIRS = 1 << 25  # that are compared exactly; of longer masks these are of the last queries
 _LENGTHS = (16, 37, 64, 128)
 _SHOWN, _TRIED = 3, 24  # answers, and candidates that are compared exactly
@@ -301,16 +301,11 @@ def _nearest(given: Pasted, place: _Place) -> list[Likeness]:
         before = answers.get(key)
         if before and (share < 1 or before.proved or (before.equal and not given.tensors)):
             continue
-        answer = _compared(one, given, place.size, share)
-        if answer and (before is None or _rank(answer) < _rank(before)):
-            answers[key] = answer
+        if answer := _compared(one, given, place.size, share):
+            answers[key] = min(filter(None, (before, answer)), key=lambda one: (not one.equal, not one.proved))
         if len(answers) > _SHOWN or tried == _TRIED:
             break
-    return sorted(answers.values(), key=_rank)[:_SHOWN]
-
-
-def _rank(answer: Likeness) -> tuple[bool, bool]:
-    return not answer.equal, not answer.proved
+    return sorted(answers.values(), key=lambda one: (not one.equal, not one.proved))[:_SHOWN]
 
 
 def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iterator[_Candidate]:
@@ -318,9 +313,7 @@ def _combined(found: Sequence[_Candidate], rows: Tensor, wanted: Tensor) -> Iter
     cheapest.
     """
     for operator, shown, target in (("&", rows, wanted), ("|", ~rows, ~wanted)):  # a | b is ~(~a & ~b)
-        around = ((shown | ~target).all(1) & ~shown.all(1)).nonzero().flatten()
-        nearest = around[shown[around].sum(1).argsort(stable=True)[:_MOST_COMBINED]]
-        chosen = torch.cat([around[:_MOST_COMBINED], nearest]).unique()
+        chosen = ((shown | ~target).all(1) & ~shown.all(1)).nonzero().flatten()[:_MOST_COMBINED].tolist()
         extra = shown[chosen][:, ~target].float()
         costs = torch.tensor([found[n].cost for n in chosen])
         cost = torch.where((extra @ extra.T == 0).triu(), costs[:, None] + costs, torch.inf).flatten()

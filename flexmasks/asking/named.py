@@ -25,15 +25,19 @@ def entries_like(text: str) -> list[Any]:
     wanted = _words(text)
     wanted = {word for word in wanted if word not in _COMMON} or wanted
     whole = text.strip().rpartition(".")[2]
+    is_word = whole.isalpha() and whole.islower()  # and no name as FullMask, which counts wherever it stands
     weights = {}
     for n, entry in enumerate(entries):
-        weight = 0.0
-        if re.search(rf"(?<!\w){re.escape(whole)}(?!\w)", f"{entry.name} {entry.peers}"):
-            weight += 50 + 50 * (whole == entry.name)
+        weight = 100.0 * (whole == entry.name)
+        if not is_word and re.search(rf"(?<!\w){re.escape(whole)}(?!\w)", f"{entry.name} {entry.peers}"):
+            weight += 50
         for word in wanted:
             rarity = math.log(1 + len(entries) / (1 + in_entries[word]))
             weight += rarity * max(_WEIGHTS[field] * _likeness(word, words[n, field]) for field in _WEIGHTS)
-        weights[n] = weight / (1 + len(words[n, "name"] - wanted) / 10)
+        less = (
+            len(words[n, "name"] - wanted) / 10 - entry.peers.count(";") / 100
+        )  # what many libraries have comes first
+        weights[n] = weight / (1 + less)
     most = max(weights.values())
     order = sorted((n for n in weights if weights[n] > _LEAST * most), key=lambda n: -weights[n])
     return [entries[n] for n in order[:_MOST]]

@@ -275,7 +275,7 @@ class _Values:
         if is_flag:
             return random < (0.15 if dims.count("s") == 1 else 0.5)
         places = torch.arange(length) / length + random[..., :1] / 16
-        ids: Tensor = torch.tensor([4, -1, 7, 2])[torch.bucketize(places, torch.tensor([1, 3, 9]) / 16)]
+        ids: Tensor = torch.tensor([4, -1, 7, 2])[torch.bucketize(places, torch.tensor([7, 8, 10]) / 16)]
         return ids
 
     def _dimension(self, index: str) -> str:

@@ -128,6 +128,9 @@ FOUND = {
     f"lambda b, h, q, kv: (q >= kv) & (q - kv <= 4096) & {_DOCUMENTS}": (
         "sliding_window(window=4096) & document(document_ids=seq_ids)"
     ),
+    f"lambda b, h, q, kv: (q >= kv) & ((q - kv < 1024) | (kv < 4)) & {_DOCUMENTS}": (
+        "document(document_ids=seq_ids) & sink_window(sinks=4, window=1023)"
+    ),
     "lambda b, h, q, kv: ((q >= kv) & (q - kv < 8)) | (kv < 16)": "sliding_window(window=7) | padding(kv_lens=[16])",
     "lambda b, h, q, kv: (torch.abs(q - kv) <= 25) | is_global[q] | is_global[kv]": (
         "longformer(window=25, tokens=is_global)"
@@ -266,6 +269,10 @@ def test_the_command_reads_functions_of_modules(tmp_path: Any, monkeypatch: Any,
 
 NAMED = {
     "sliding_window": "sliding_window",
+    "window": "sliding_window",
+    "documents": "document",
+    "sliding_window_causal_mask_function": "sliding_window",
+    "chunked_causal_mask_function": "chunked_causal",
     "BlockDiagonalCausalMask": "packed",
     "prefix lm": "prefix_lm",
     "LowerTriangularMaskWithTensorBias": "alibi",
