@@ -92,8 +92,9 @@ def block_window(
 
     Source: Zhang et al., Unified Streaming and Non-streaming Two-pass End-to-end Model (U2), 2020; Shi et al.,
         Emformer, 2021.
-    Peers: WeNet and ESPnet subsequent_chunk_mask(size, chunk, num_left_chunks=left), right=0; NeMo
-        att_context_style "chunked_limited" with left context in frames, left * chunk.
+    Peers: WeNet subsequent_chunk_mask(size, chunk, num_left_chunks=left) and ESPnet make_chunk_mask(size, chunk,
+        left_chunk_size=left), right=0; NeMo att_context_style "chunked_limited" with att_context_size=[left * chunk,
+        chunk - 1].
     """
     behind = q // chunk - kv // chunk
     return (behind <= left) & (behind >= -right)
