@@ -24,8 +24,10 @@ def _prepare(
     code = code.sort().values
     tile, bit = code // _TILE**2, code % _TILE
     number = _changes(tile).cumsum(0)  # tile 0 is empty
-    count = len(col) if not may_read(size, crow, col) else int(number[-1]) if len(number) else 0
     tiles = torch.zeros((rows // _TILE + 1) * across, dtype=torch.int32, device=code.device)
+    count = min(len(col), len(tiles))
+    if may_read(size, crow, col):
+        count = int(number[-1]) if len(number) else 0
     tiles.index_put_((tile,), number.int())
     words = torch.zeros((count + 1) * _TILE, dtype=torch.int64, device=code.device)
     value = torch.where(_changes(code), 1 << bit, 0)  # each bit once

@@ -687,6 +687,18 @@ def test_bounds_that_masks_note_hold() -> None:
     assert "packed" in found
 
 
+def test_edges_of_a_dense_graph_take_no_more_than_its_tiles() -> None:
+    """Where values are not read, as on a GPU, the number of tiles with an edge is not known."""
+    graph = torch.ones(64, 64, dtype=torch.bool)
+    edges = {"crow": torch.arange(65) * 64, "col": torch.arange(64).repeat(64)}
+    size = Size(1, 1, 64, 64, torch.device("cpu"), may_read=False)
+    prepared = definition("mask", "edges").prepare(size, **edges)  # type: ignore[misc]
+    assert len(prepared["words"]) <= 3 * 2 + 1  # of 2 x 2 tiles, a row for edges outside of all rows, an empty tile
+    index = torch.arange(64)
+    shown = definition("mask", "edges").function(index, index, index[:, None], index, **prepared)
+    assert torch.equal(shown, graph)
+
+
 def test_edges_in_every_second_place_raise_no_warning() -> None:
     crow = torch.arange(9).repeat_interleave(2)[::2]
     torch.set_warn_always(True)  # torch warns of searchsorted once in a process
