@@ -44,7 +44,8 @@ _ATTENTION = functools.partial(
     roof=lambda _, results: PEAK[results["machine"]["device"].split()[0]], roof_title="the most that the GPU computes",
 )  # fmt: skip
 _SOFTMAX = functools.partial(
-    Plot, "softmax", "softmax_gpu", unit="TB/s", who=("flexmasks", "torch.compile", "eager"), value=("tb_s",),
+    Plot, "softmax", "softmax_gpu", unit="TB/s", value=("tb_s",),
+    who=("flexmasks", "torch.compile", "torch._masked_softmax", "eager"),
     roof=lambda _, results: float(results["copy_tb_s"]), roof_title="a copy",
 )  # fmt: skip
 PLOTS = (
@@ -78,6 +79,11 @@ PLOTS = (
          group=("case", "shape")),
     Plot("cudnn", "cudnn_gpu", "Masks of intervals, 2 x 16 heads of 8,192 tokens, head size 128", "ms",
          ("cuDNN", "flex_flash", "flex"), ("ms",), kept={"shape": "[2, 16, 8192, 128]", "deterministic": False}),
+    Plot("topk", "topk_gpu", "Chosen keys, new ones in each call, forward and backward", "ms",
+         ("flexmasks", "one plan", "SDPA + mask", "flex + dense"), ("ms",), kept={"kind": "both"},
+         group=("case", "entries", "shape")),
+    Plot("wild", "wild_gpu", "Masks of other projects, forward and backward", "ms", ("flexmasks", "flex_attention"),
+         ("forward_ms", "backward_ms"), kept={"kind": "attention"}),
 )  # fmt: skip
 
 
