@@ -52,7 +52,7 @@ def _bsr_prepare(
     columns = entries_of_keys(size, "col_indices", col_indices, pair(block)[1], _REASON)
     # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
     # the table has a spare row, for columns outside of all rows.
-    visible_blocks = torch.zeros((len(crow_indices), columns), dtype=torch.bool, device=rows.device)
+    visible_blocks = torch.zeros((crow_indices.shape[0], columns), dtype=torch.bool, device=rows.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
     visible_blocks.index_put_((rows, col_indices.long()), visible)
     return _checked(size, visible_blocks[:-1], pair(block))

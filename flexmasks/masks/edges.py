@@ -11,7 +11,7 @@ _TILE = 32  # rows and columns; a row of a tile is one word
 def _prepare(
     size: Size | None, *, crow: Annotated[Tensor, "int[R]"], col: Annotated[Tensor, "int[N] in 0.."]
 ) -> dict[str, Any]:
-    rows, columns = len(crow) - 1, entries_of_keys(size, "col", col, 1, ", the number of keys")
+    rows, columns = crow.shape[0] - 1, entries_of_keys(size, "col", col, 1, ", the number of keys")
     if size is not None and "S" not in size.at_most and rows < size.positions_of_q:
         raise ValueError(
             f"`crow` must have a row for each of {size.positions_of_q} positions of queries, and so one number more, "
@@ -25,7 +25,7 @@ def _prepare(
     tile, bit = code // _TILE**2, code % _TILE
     number = _changes(tile).cumsum(0)  # tile 0 is empty
     tiles = torch.zeros((rows // _TILE + 1) * across, dtype=torch.int32, device=code.device)
-    count = min(len(col), len(tiles))
+    count = min(col.shape[0], tiles.shape[0])
     if may_read(size, crow, col):
         count = int(number[-1]) if len(number) else 0
     tiles.index_put_((tile,), number.int())
@@ -45,7 +45,7 @@ def _counts(size: Size, block_size: tuple[int, int], *, crow: Tensor, col: Tenso
 
 def _changes(numbers: Tensor) -> Tensor:
     """Where sorted numbers differ from the number before, also at the first."""
-    return torch.nn.functional.pad(numbers[1:] != numbers[:-1], (1, 0), value=True)[: len(numbers)]
+    return torch.nn.functional.pad(numbers[1:] != numbers[:-1], (1, 0), value=True)[: numbers.shape[0]]
 
 
 def _example(length: int) -> dict[str, Any]:

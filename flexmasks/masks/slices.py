@@ -28,11 +28,11 @@ def _prepare(
         q_len, kv_len = (int(x.max()) if x.numel() else 0 for x in (q_ranges, kv_ranges))
     else:
         q_len, kv_len = size.positions_of_q, size.kv_len
-    if not len(q_ranges):
+    if not q_ranges.shape[0]:
         nothing = torch.zeros((1, q_len), dtype=torch.int32, device=q_ranges.device)
         return {"first": nothing, "end": nothing}
     lines = _lines(q_ranges.long(), kv_ranges.long(), types, q_len, readable)
-    most = None if readable else max(1, min(len(q_ranges), -(-kv_len // 2)))
+    most = None if readable else max(1, min(q_ranges.shape[0], -(-kv_len // 2)))
     first, end = _runs(*lines, q_len, kv_len, most)
     return {"first": first, "end": end}
 
@@ -78,9 +78,9 @@ def _lines(
     """
     counts = q_ranges.clamp(max=length).diff()[:, 0]
     ends = counts.cumsum(0)
-    lines = int(ends[-1]) if readable else len(q_ranges) * length
+    lines = int(ends[-1]) if readable else q_ranges.shape[0] * length
     number = torch.arange(lines, device=counts.device)
-    of = torch.searchsorted(ends, number, right=True).clamp(max=len(q_ranges) - 1)
+    of = torch.searchsorted(ends, number, right=True).clamp(max=q_ranges.shape[0] - 1)
     place = number - (ends - counts)[of]
     q = q_ranges[of, 0] + place
     first, end = kv_ranges[of].unbind(1)
@@ -102,8 +102,8 @@ def _runs(q: Tensor, first: Tensor, end: Tensor, length: int, kv_len: int, most:
     q, first, end = (x[torch.argsort(q * behind + first)] for x in (q, first, end))
     # The greatest end among the query's ranges up to this one.
     reached = torch.cummax(q * behind + end, 0).values - q * behind
-    starts = torch.nn.functional.pad((q[1:] != q[:-1]) | (first[1:] > reached[:-1]), (1, 0), value=True)[: len(q)]
-    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=True)[: len(q)]
+    starts = torch.nn.functional.pad((q[1:] != q[:-1]) | (first[1:] > reached[:-1]), (1, 0), value=True)[: q.shape[0]]
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=True)[: q.shape[0]]
     run = starts.cumsum(0)
     number = run - run[torch.searchsorted(q, q)]
     runs = most or (int(number.max()) + 1 if len(number) else 1)

@@ -41,7 +41,7 @@ def _prepare(
 def _is_flat(indices: Tensor, size: Size) -> bool:
     """Whether there is a row for each query of each batch element."""
     is_known = indices.ndim == 3 and size.batch > 1 and size.end_to_end is None and "Q" not in size.at_most
-    return is_known and len(indices) == size.batch * size.q_len
+    return is_known and indices.shape[0] == size.batch * size.q_len
 
 
 def _first_row(indices: Tensor, size: Size | None) -> int | Tensor:
@@ -72,11 +72,15 @@ def _bits_of(indices: Tensor, entries: int, bits: int) -> Tensor:
         place = part.long()
         place = place if bits == 8 else place // bits * 8 + place % bits + spare
         place = torch.where((part < 0) | (part >= entries), none, place)  # indices that are not read may be anything
-        is_chosen = torch.zeros(len(part), none + 8, dtype=torch.uint8, device=part.device).scatter_(1, place, 1)
+        is_chosen = torch.zeros(part.shape[0], none + 8, dtype=torch.uint8, device=part.device).scatter_(1, place, 1)
         return (bytes_of_bits(is_chosen)[:, :width].view(torch.int8) >> spare).contiguous()
 
-    parts = rows.split(max(1, _ENTRIES_AT_ONCE // none))
-    return torch.cat([packed(part) for part in parts]).view(*lists.shape[:-1], width)
+    parts = 1  # a power of 2: in graphs of any length each number of parts is a graph of its own
+    while parts * _ENTRIES_AT_ONCE < rows.shape[0] * none:
+        parts *= 2
+    step = -(-rows.shape[0] // parts)
+    made = [packed(rows[n * step : (n + 1) * step] if parts > 1 else rows) for n in range(parts)]
+    return torch.cat(made).view(*lists.shape[:-1], width)
 
 
 @register_mask(
@@ -102,7 +106,8 @@ def topk(
     indices: [rows, G, k] or [batch or 1, rows, G, k], the chosen entries of each row, in any order; -1 for none. G is
         1, the number of key heads, or that of query heads. There is a row for each query of the call, or for each
         position from 0 on, or one for all. A query whose entries are all -1 sees nothing, and entries that stand twice
-        count once. [batch * queries, G, k] are the rows of each batch element after those of the one before.
+        count once. [batch * queries, G, k] are the rows of each batch element after those of the one before; where a
+        batch is split, as by torch's pipelines, pass [batch, queries, G, k].
     granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1, of
         which the last entry may have fewer.
 

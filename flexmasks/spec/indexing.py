@@ -137,7 +137,7 @@ def rows_of_csr(size: Size | None, crow_name: str, crow: Tensor, col_name: str, 
         if ends != [0, len(col)] or falls:
             got = f"{starts[falls[0] : falls[0] + 2].tolist()} at place {falls[0]}" if falls else f"ends {ends}"
             raise ValueError(f"`{crow_name}` must rise from 0 to {len(col)}, the length of `{col_name}`, got {got}.")
-    return torch.searchsorted(starts, torch.arange(len(col), device=starts.device), right=True) - 1
+    return torch.searchsorted(starts, torch.arange(col.shape[0], device=starts.device), right=True) - 1
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:

@@ -1352,6 +1352,26 @@ def test_block_masks_of_any_length(q_offset: int) -> None:
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), want)
 
 
+def _of_lists(name: str, length: int) -> flexmasks.Mask:
+    if name == "topk":
+        return flexmasks.get_mask("topk", indices=torch.randint(-1, length // 4, (length, 1, 5)), granularity=4)
+    counts = torch.arange(length + 1) // 2  # of keys before each row
+    return flexmasks.get_mask("edges", crow=counts, col=torch.randint(0, length, (length // 2,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_in(2, ["topk", "edges"]))
+def test_lists_of_any_length(name: str) -> None:
+    """`len` of a tensor would make its length a constant of the graph."""
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, dynamic=True, backend="eager")
+    for length in (40, 44, 52):
+        q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
+        mask = _of_lists(name, length)
+        want = flexmasks.attention(q, k, v, mask=mask, backend="reference")
+        torch.testing.assert_close(compiled(q, k, v, mask=mask, backend="reference"), want)
+    assert graphs() == 1
+
+
 def test_numbers_of_any_size() -> None:
     """Operators take whole numbers of 64 bits, functions capture any."""
     most = 2**63
