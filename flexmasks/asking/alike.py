@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import Mask, Score, get_mask, get_score, list_masks, list_scores
-from flexmasks.asking.compare import compare
+from flexmasks.asking.compare import Pair, compare
 from flexmasks.asking.pasted import Pasted, read
 from flexmasks.extend import (
     Parameter,
@@ -35,7 +35,6 @@ _SHOWN, _TRIED = 3, 24  # answers, and candidates that are compared exactly
 _DERIVED, _NOT_ITS_OWN, _A_TENSOR, _COMBINED = 0.25, 0.5, 0.5, 0.5  # what these cost, beside 1 for each parameter
 _ANY = 65  # a batch element or head that does not exist
 _FAILS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError)
-Pair = tuple[int, int, int, int]
 
 
 class Likeness(NamedTuple):

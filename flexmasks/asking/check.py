@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import Mask, get_mask
+from flexmasks.asking.compare import Pair
 from flexmasks.asking.proofs import Limits, check_without_sizes, found_over_all
 from flexmasks.asking.subject import Subject, Subjects, sizes_of, subject_of, takes
 from flexmasks.extend import (
@@ -27,7 +28,6 @@ from flexmasks.extend import (
 
 _CALL = "flexmasks.check"
 Severity = Literal["error", "warning", "note"]
-Pair = tuple[int, int, int, int]
 _Function = Callable[..., Tensor]
 # How severe a finding is if the caller does not forbid it. An error is wrong whatever the mask is for.
 KINDS: dict[str, Severity] = {

@@ -41,7 +41,8 @@ def _mask(b, h, q, kv):
 """
 _OPERATOR = r"(?:[<>=!]=|[<>%*/+-]|//)"
 _KNOWN = {
-    **vars(builtins), "torch": torch, "math": math, "np": np, "numpy": np, "F": torch.nn.functional, "nn": torch.nn,
+    **vars(builtins), "__name__": "pasted",
+    "torch": torch, "math": math, "np": np, "numpy": np, "F": torch.nn.functional, "nn": torch.nn,
     "Tensor": Tensor, "partial": functools.partial, "functools": functools,
     **{name: getattr(flex_attention, name) for name in ("and_masks", "or_masks", "noop_mask")},
 }  # fmt: skip
@@ -74,13 +75,14 @@ def read(given: Any, names: Mapping[str, Any]) -> Pasted:
     """
     if not isinstance(given, str | Tensor) and not callable(given):
         raise TypeError(f"{_CALL}: pass a function, its text, or a dense mask, got {in_message(given)}.")
-    tree, function, space = _tree(given), given, dict(_KNOWN)
+    tree, space = _tree(given), dict(_KNOWN)
     values = _Values(tree, names)
     while True:  # until all names that the text leaves open have a value
         try:
-            if isinstance(given, str):
-                exec(compile(tree, "<pasted>", "exec", annotations.compiler_flag), space)
-                function = space["_pasted"]
+            while isinstance(given, str) and tree.body:  # each statement once
+                exec(compile(ast.Module(tree.body[:1], []), "<pasted>", "exec", annotations.compiler_flag), space)
+                del tree.body[0]
+            function = space.get("_pasted", given)
             value, at = _as_value(function if isinstance(given, Tensor) else values.closed(function))
             shown = at(*torch.zeros(4, 1, dtype=torch.int64))
             break
@@ -102,7 +104,9 @@ def read(given: Any, names: Mapping[str, Any]) -> Pasted:
     numbers = {v: name for name, v in reversed(values.made_up.items()) if type(v) in (int, float)}
     leaves = flatten(value)[1]
     tensors |= {p.name: t for p, t in zip(leaves.places, leaves.tensors, strict=True) if p and p.key != "visible"}
-    literals = values.literals.union(number.value for number in leaves.numbers).difference(numbers)
+    constants = getattr(getattr(given, "__code__", None), "co_consts", ())  # where there is no source
+    others = [*(n for n in constants if type(n) in (int, float)), *(number.value for number in leaves.numbers)]
+    literals = values.literals.union(others).difference(numbers)
     ends = [int(t.max()) for t in tensors.values() if t.ndim == 1 and t.dtype == torch.int64 and 0 < len(t) <= _FEW]
     length = max(values.length, _length_for(literals), *ends)
     numbers |= {n: repr(n) for n in sorted(literals, reverse=True)}

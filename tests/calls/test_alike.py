@@ -201,7 +201,27 @@ def test_a_dense_mask_is_looked_up() -> None:
     assert first.lengths[-1] == 50
 
 
+def test_what_stands_before_a_function_runs_once_and_what_comes_after_it_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = """
+print("before")
+width = window + 1
+mask_mod = lambda b, h, q, kv: (q >= kv) & (q - kv < width) & (kv % dilation == 0)
+print("after")
+"""
+    assert list(flexmasks.alike(text).made_up) == ["window", "dilation"]
+    assert capsys.readouterr().out == "before\n"
+
+
 def test_given_values_are_used() -> None:
+    text = "lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv])"
+    found = flexmasks.alike(text, ids=[[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]])
+    assert found[0].written == "causal() & document(document_ids=ids)"
+    assert not found.made_up
+    space: dict[str, Any] = {}
+    exec("without_source = lambda b, h, q, kv: (q >= kv) & (q - kv <= 300)", space)
+    assert flexmasks.alike(space["without_source"])[0].written == "sliding_window(window=300)"
     text = "lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]) & (q - kv < window)"
     found = flexmasks.alike(text, window=300)
     assert list(found.made_up) == ["ids"]
