@@ -86,6 +86,12 @@ FAULTS: list[Fault] = [
     Fault("blocks/pieces.py", "self._counts = in_block + 1", "self._counts = in_block.clamp(max=9)"),
     Fault("blocks/pieces.py", "        line = self._line(b)\n", "        line = 0 * b\n"),
     Fault("blocks/undecided.py", "certain.all(1) | ~possible.any(1)", "certain.all(1) | ~possible.all(1)"),
+    Fault(
+        "blocks/pieces.py",
+        "cut.of_batch and batch > 1",
+        "batch > 1",
+        ("tests/engine/test_blocks.py::test_pieces_of_tables_that_heads_read",),
+    ),
     Fault("blocks/undecided.py", "        still &= some <= every", "        still &= some == every"),
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
     Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),

@@ -6,7 +6,8 @@ not know which of them come together. In a piece each table has one number, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,11 +50,8 @@ class Pieces:
         self._starts = starts.cummax(1).values
         later = torch.cat([self._starts[:, 1:], ends], 1)
         self._lasts = torch.where(later > self._starts, later, ends) - 1
-        self._constant_in = frozenset(
-            (id(cut.table), version_of(cut.table), cut.along)
-            for cut in few
-            if cut.table is not None and (cut.unit, cut.shift) == (1, 0)
-        )
+        # What is read of a table by other rows than those of batch elements may change too often.
+        self._constant_in = _tables_of(few) - _tables_of(cut for cut in cuts if cut not in few)
 
     def counts(self, b: Tensor, block: Tensor) -> Tensor:
         """How many pieces blocks [n] of batch elements [n] have."""
@@ -73,8 +71,17 @@ class Pieces:
         return b if self._lines > 1 else torch.zeros_like(b)
 
 
+def _tables_of(cuts: Iterable[Cut]) -> frozenset[tuple[int, int, int]]:
+    return frozenset(
+        (id(cut.table), version_of(cut.table), cut.along)
+        for cut in cuts
+        if cut.table is not None and (cut.unit, cut.shift) == (1, 0)
+    )
+
+
 def _has_lines(cut: Cut, batch: int) -> bool:
-    return cut.table is not None and batch > 1 and cut.table.ndim == 2 and (len(cut.table), cut.along) == (batch, 1)
+    has_rows = cut.table is not None and cut.of_batch and batch > 1 and cut.table.ndim == 2
+    return has_rows and (len(cast(Tensor, cut.table)), cut.along) == (batch, 1)
 
 
 def _changes(cut: Cut, axis: Axis, lines: int) -> Tensor:

@@ -180,7 +180,7 @@ def floor_divide(a: Any, b: Any) -> Range | None:
 def _note_multiples(steps: Steps, b: int) -> None:
     evaluation = current_evaluation.get()
     if evaluation is not None and evaluation.reads_values:
-        evaluation.reached.append((steps, None, 0, b))
+        evaluation.reached.append((steps, None, 0, False, b))
 
 
 rule("rfloordiv")(reflected(floor_divide))

@@ -54,6 +54,7 @@ class Cut(NamedTuple):
     period: int = 0  # the numbers change at its multiples
     table: Tensor | None = None  # or where the table changes along its dimension `along`
     along: int = 0
+    of_batch: bool = False  # its first index is that of the batch element
 
 
 class Evaluation:
@@ -88,8 +89,10 @@ class Evaluation:
         self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
         self.computed = 0  # numbers in the results of the function's operations
-        # Steps of indices of tables, with the table and the dimension, or of what is divided, with the divisor.
-        self.reached: list[tuple[Any, Tensor | None, int, int]] = []
+        self.batch: Any = None  # the function's first index
+        # Steps of indices of tables, with the table, the dimension and whether `batch` is its first index, or of what
+        # is divided, with the divisor.
+        self.reached: list[tuple[Any, Tensor | None, int, bool, int]] = []
         self._bounds: KnownBounds = {} if bounds is None else bounds
 
     def note_width(self, width: int) -> None:

@@ -89,6 +89,7 @@ def evaluate(
     """
     compute_device = q.lo.device
     evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values, bounds, pairs)
+    evaluation.batch = b
     token = current_evaluation.set(evaluation)
     try:
         try:
@@ -111,11 +112,11 @@ def evaluate(
 def _cuts(evaluation: Evaluation, q: Range, kv: Range) -> tuple[Cut, ...]:
     of_index = {x.steps.dim: x.steps for x in (q, kv) if x.steps is not None and x.steps.first % x.steps.size == 0}
     cuts = []
-    for steps, table, along, period in evaluation.reached:
+    for steps, table, along, of_batch, period in evaluation.reached:
         if steps.dim in of_index:
             index = of_index[steps.dim]
             unit = index.size // steps.size
-            cuts.append(Cut(steps.dim, unit, steps.first - index.first // unit, period, table, along))
+            cuts.append(Cut(steps.dim, unit, steps.first - index.first // unit, period, table, along, of_batch))
     return tuple(cuts)
 
 

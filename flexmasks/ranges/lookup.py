@@ -92,7 +92,7 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
         evaluation = current_evaluation.get()
         for d, reach in enumerate(reaches):
             if evaluation is not None and evaluation.reads_values and reach.steps is not None:
-                evaluation.reached.append((reach.steps, values, d, 0))
+                evaluation.reached.append((reach.steps, values, d, indices[0] is evaluation.batch, 0))
     is_single = all(i.first is i.last for i in reaches)
     if is_single and lo is hi:
         element = extreme_of(lo, values.ndim, reaches, torch.amin)

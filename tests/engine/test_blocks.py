@@ -242,6 +242,14 @@ def test_conditions_on_tables(device: str, examples: int) -> None:
     try_examples(examples, equal, drawn(on_tables))
 
 
+def test_pieces_of_tables_that_heads_read() -> None:
+    """As many heads as batch elements: rows of a table change elsewhere for each of them."""
+    marks = torch.zeros(2, 2048, dtype=torch.int64)
+    marks[0, 40::128] = marks[1, 7::128] = 1
+    for of_batch in (torch.zeros_like(marks), marks):  # another table, and the same one
+        check(lambda b, h, q, kv, x=of_batch: (marks[h, kv] > 0) & (q >= kv) & (x[b, q] >= 0), 2, 2, 2048, 2048)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_spans_and_noise_are_looked_at_in_pieces(batch: int) -> None:
     """Ranges of whole blocks leave thousands of blocks undecided that are empty or full."""
