@@ -33,7 +33,7 @@ _MOST_PAIRS = 1 << 25  # that are compared exactly; of longer masks these are of
 _LENGTHS = (16, 37, 64, 128)
 _SHOWN, _TRIED = 3, 24  # answers, and candidates that are compared exactly
 _DERIVED, _NOT_ITS_OWN, _A_TENSOR, _COMBINED = 0.25, 0.5, 0.5, 0.5  # what these cost, beside 1 for each parameter
-_ANY = 65  # a batch element or head that does not exist
+_ANY = 65  # a function that takes so many batch elements or heads takes any
 _FAILS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError)
 
 
@@ -155,7 +155,7 @@ class _Place(NamedTuple):
 
 
 def _places(given: Pasted) -> Iterator[_Place]:
-    """Yield where a function may be one of the library's."""
+    """Yield sizes at which a function may be one of the library's, the likeliest first."""
 
     def largest(most: int, *directions: tuple[int, ...]) -> int:
         """Return the largest number up to `most` before which all indices along the directions work."""

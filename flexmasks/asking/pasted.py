@@ -82,8 +82,8 @@ def read(given: Any, names: Mapping[str, Any]) -> Pasted:
             while isinstance(given, str) and tree.body:  # each statement once
                 exec(compile(ast.Module(tree.body[:1], []), "<pasted>", "exec", annotations.compiler_flag), space)
                 del tree.body[0]
-            function = space.get("_pasted", given)
-            value, at = _as_value(function if isinstance(given, Tensor) else values.closed(function))
+            made = given if isinstance(given, Tensor) else values.closed(space.get("_pasted", given))
+            value, at = _as_value(made)
             shown = at(*torch.zeros(4, 1, dtype=torch.int64))
             break
         except Exception as error:  # a user's function may raise anything
@@ -92,8 +92,12 @@ def read(given: Any, names: Mapping[str, Any]) -> Pasted:
                 continue
             if str(error).startswith("flexmasks"):
                 raise
-            made = ", ".join(values.made_up)
-            hint = f"; {made} had to be made up: pass values, as in {made.partition(',')[0]}=..." if made else ""
+            names_made = ", ".join(values.made_up)
+            hint = (
+                f"; {names_made} had to be made up: pass values, as in {names_made.partition(',')[0]}=..."
+                if names_made
+                else ""
+            )
             raise ValueError(f"flexmasks: the function fails ({type(error).__name__}: {error}){hint}.") from error
     if unused := names.keys() - values.known.keys():
         raise ValueError(f"flexmasks: the function leaves no `{unused.pop()}` open.")
@@ -103,7 +107,8 @@ def read(given: Any, names: Mapping[str, Any]) -> Pasted:
     tensors = {name: v for name, v in values.made_up.items() if isinstance(v, Tensor)}
     numbers = {v: name for name, v in reversed(values.made_up.items()) if type(v) in (int, float)}
     leaves = flatten(value)[1]
-    tensors |= {p.name: t for p, t in zip(leaves.places, leaves.tensors, strict=True) if p and p.key != "visible"}
+    if not isinstance(made, Tensor):  # which would be found as itself
+        tensors |= {p.name: t for p, t in zip(leaves.places, leaves.tensors, strict=True) if p is not None}
     constants = getattr(getattr(given, "__code__", None), "co_consts", ())  # where there is no source
     others = [*(n for n in constants if type(n) in (int, float)), *(number.value for number in leaves.numbers)]
     literals = values.literals.union(others).difference(numbers)

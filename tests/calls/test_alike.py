@@ -199,6 +199,7 @@ def test_a_dense_mask_is_looked_up() -> None:
     first = flexmasks.alike(visible)[0]
     assert first.written == "causal()"
     assert first.lengths[-1] == 50
+    assert flexmasks.alike(lambda b, h, q, kv: visible[q, kv])[0].written == "dense(visible=visible)"
 
 
 def test_what_stands_before_a_function_runs_once_and_what_comes_after_it_does_not(
