@@ -128,5 +128,5 @@ def topk(
     entry = kv // granularity
     row: tuple[Tensor | int, ...] = h // share if chosen.shape[-3] > 1 else always(0, kv), row_of(chosen, q, first, b)
     if chosen.ndim == 4:
-        row = b if len(chosen) > 1 else always(0, kv), *row
+        row = b if chosen.shape[0] > 1 else always(0, kv), *row
     return (chosen[*row, entry // bits].int() >> (entry % bits).int()) & 1 != 0

@@ -83,7 +83,8 @@ def _tour(trees: Tensor) -> tuple[Tensor, Tensor]:
     """
     count = trees.shape[1]
     # One more token is the parent of all roots, and its own parent.
-    ancestors = [torch.nn.functional.pad(torch.where(trees < 0, count, trees), (0, 1), value=count)]
+    parents = torch.nn.functional.pad(trees, (0, 1), value=-1)
+    ancestors = [torch.where(parents < 0, count, parents)]
     while 2 ** len(ancestors) < count:
         ancestors.append(ancestors[-1].gather(1, ancestors[-1]))
     sizes = torch.ones_like(ancestors[0])

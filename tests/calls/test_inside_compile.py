@@ -1355,14 +1355,16 @@ def test_block_masks_of_any_length(q_offset: int) -> None:
 def _of_lists(name: str, length: int) -> flexmasks.Mask:
     if name == "topk":
         return flexmasks.get_mask("topk", indices=torch.randint(-1, length // 4, (length, 1, 5)), granularity=4)
+    if name == "tree":
+        return flexmasks.get_mask("tree", parents=torch.arange(length) // 2 - 1)
     counts = torch.arange(length + 1) // 2  # of keys before each row
     return flexmasks.get_mask("edges", crow=counts, col=torch.randint(0, length, (length // 2,)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(2, ["topk", "edges"]))
+@pytest.mark.parametrize("name", one_in(3, ["topk", "edges", "tree"]))
 def test_lists_of_any_length(name: str) -> None:
-    """`len` of a tensor would make its length a constant of the graph."""
+    """`len` of a tensor would make its length a constant of the graph, and so would `pad` with it as the value."""
     compiled = torch.compile(flexmasks.attention, fullgraph=True, dynamic=True, backend="eager")
     for length in (40, 44, 52):
         q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
