@@ -106,8 +106,8 @@ def topk(
     indices: [rows, G, k] or [batch or 1, rows, G, k], the chosen entries of each row, in any order; -1 for none. G is
         1, the number of key heads, or that of query heads. There is a row for each query of the call, or for each
         position from 0 on, or one for all. A query whose entries are all -1 sees nothing, and entries that stand twice
-        count once. [batch * queries, G, k] are the rows of each batch element after those of the one before; where a
-        batch is split, as by torch's pipelines, pass [batch, queries, G, k].
+        count once. [batch * queries, G, k] are the rows of each batch element after those of the one before: for them
+        `block_mask` and `dense_mask` need `batch=`, and torch's pipelines, which split batches, [batch, queries, G, k].
     granularity: number of tokens in an entry: entry i is the keys i * granularity to (i + 1) * granularity - 1, of
         which the last entry may have fewer.
 
