@@ -550,7 +550,7 @@ def block_mask(
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
         batch, heads: the numbers of batch elements and of heads. The BlockMask's own batch and head sizes are 1 if the
-            mask does not depend on the index. By default batch is what the parameters' shapes imply; a mask that
+            mask does not depend on the index. By default they are what the parameters' shapes imply; a mask that
             depends on b or h in another way needs the sizes.
         device: where the index tensors live; by default the device of the parameters' tensors, or the CPU.
         block_size: an int above 0, or (queries, keys).

@@ -59,11 +59,13 @@ class Lengths:
         q_offset = listed(self.q_offset, device)
         if implied in (None, 1) and isinstance(q_offset, Tensor) and is_dense(q_offset) and q_offset.ndim:
             implied = len(q_offset)
-        batch = self.batch or implied
-        size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, device)
+        batch, heads = self.batch or implied, self.heads
+        if heads is None and (of_tables := mask._implied_size("H")) != 1:  # tables of one head are for all
+            heads = of_tables
+        size = Size(batch or 1, heads or 1, self.q_len, kv_len, device)
         q_offset = aligned(call, q_offset, size, (mask, score))
         check_offset(call, q_offset, size.batch, size.device)
-        return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
+        return size, tuple(name for name, n in (("batch", batch), ("heads", heads)) if n is None), q_offset
 
     def check_parameters(self, size: Size, q_offset: int | Tensor, values: Sequence[Modifier]) -> None:
         """Check parameters against the sizes that are given or implied. Values are read on a CPU only."""

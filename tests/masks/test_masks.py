@@ -687,6 +687,17 @@ def test_bounds_that_masks_note_hold() -> None:
     assert "packed" in found
 
 
+def test_heads_follow_from_tables_of_heads() -> None:
+    q_group, kv_group = torch.tensor([[[0, 1, 2, 0], [1, 1, 0, -1], [2, 0, 0, 0]]]), torch.tensor([0, 1, 0, 2])
+    groups = flexmasks.masks.groups(q_group=q_group, kv_group=kv_group)
+    shown = (q_group[..., None] == kv_group) & (q_group[..., None] >= 0)
+    assert torch.equal(flexmasks.dense_mask(~groups, 4), ~shown)
+    assert flexmasks.block_mask(groups, 4).shape == (1, 3, 4, 4)
+    q = torch.randn(2, 3, 4, 8)
+    want = (q @ q.mT / 8**0.5).masked_fill(~shown, -math.inf).softmax(-1).nan_to_num(0.0) @ q
+    assert torch.allclose(flexmasks.attention(q, q, q, mask=flexmasks.plan(groups, 4)), want, atol=1e-6)
+
+
 def test_edges_of_a_dense_graph_take_no_more_than_its_tiles() -> None:
     """Where values are not read, as on a GPU, the number of tiles with an edge is not known."""
     graph = torch.ones(64, 64, dtype=torch.bool)
