@@ -203,7 +203,8 @@ def test_factors_of_alibi_inside_others() -> None:
     slopes, offsets = torch.rand(4), torch.tensor([0, 5, 9])
     alibi = flexmasks.get_score("alibi", slopes=slopes, bidirectional=True)
     part = PartOfCall(batch=2, heads=4, length=12, first_head=1, first_position=3)
-    rows = rows_of(alibi, torch.tensor([1, 0]), torch.tensor([3, 4]), torch.tensor([8, 9]))
+    places = [torch.tensor(x) for x in ([1, 0], [3, 4], [8, 9], [0, 6])]
+    rows = rows_of(alibi, *places, tokens=12)
     for score, size in (
         (flexmasks.scores.packed(alibi, offsets), Size(1, 4, 9, 9, torch.device("cpu"))),
         (part_of(alibi, part), Size(1, 2, 5, 7, torch.device("cpu"))),
