@@ -48,8 +48,10 @@ def _prepare_long_temperature(
     floor: Annotated[int, "int in 1.."] = 8192,
     strength: Annotated[float | Tensor, "float | float[]"] = 0.1,
 ) -> dict[str, Any]:
-    factors = _of_positions(size, lambda position: _factor(position, floor, strength))
-    return {"floor": floor, "strength": strength, "factors": factors}
+    def factor(position: Tensor) -> Tensor:
+        return _factor(position, floor, strength.to(position.device) if isinstance(strength, Tensor) else strength)
+
+    return {"floor": floor, "strength": strength, "factors": _of_positions(size, factor)}
 
 
 @register_score(prepare=_prepare_long_temperature, example=lambda length: {"floor": length // 16})

@@ -353,10 +353,11 @@ def test_metal_takes_numbers_that_it_gets_right() -> None:
 # --- calls with numbers that are elsewhere ---
 
 
-_TABLES: dict[str, Callable[..., dict[str, Tensor]]] = {
+_TABLES: dict[str, Callable[..., dict[str, Any]]] = {
     "ssmax": lambda there: {"scales": there(torch.rand(4))},
     "kerple": lambda there: {"scales": there(torch.rand(4)), "rates": there(torch.rand(4))},
     "sandwich": lambda there: {},
+    "long_temperature": lambda there: {"floor": 100, "strength": there(torch.tensor(0.5))},
 }
 
 
