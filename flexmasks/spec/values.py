@@ -163,7 +163,8 @@ class Modifier(Readable):
         own = implied_size(dimension, self._definition.parameters, self.params)
         if self._definition.inner_size is not None and dimension != "H":
             return own  # inner masks see other sizes than the call's
-        return next((n for n in (own, *(m._implied_size(dimension) for m in self._operands())) if n), None)
+        sizes = [n for n in (own, *(m._implied_size(dimension) for m in self._operands())) if n]
+        return next((n for n in sizes if n != 1), 1 if sizes else None)  # tables of size 1 are for all
 
     def _repr_html_(self) -> str:
         return str(self._calls._html_of(self))  # Jupyter shows the picture, over lengths that the parameters suggest

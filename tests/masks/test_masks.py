@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import sys
@@ -696,6 +697,15 @@ def test_heads_follow_from_tables_of_heads() -> None:
     q = torch.randn(2, 3, 4, 8)
     want = (q @ q.mT / 8**0.5).masked_fill(~shown, -math.inf).softmax(-1).nan_to_num(0.0) @ q
     assert torch.allclose(flexmasks.attention(q, q, q, mask=flexmasks.plan(groups, 4)), want, atol=1e-6)
+
+
+def test_sizes_follow_from_the_tables_that_are_not_for_all() -> None:
+    random = torch.Generator().manual_seed(0)
+    tables = [torch.rand(*shape, 8, 8, generator=random) < 0.5 for shape in ((1, 1), (1, 3), (2, 1))]
+    for order in itertools.permutations(tables):
+        mask = functools.reduce(operator.and_, (flexmasks.masks.dense(visible=table) for table in order))
+        assert torch.equal(flexmasks.dense_mask(mask, 8), tables[0] & tables[1] & tables[2])
+        assert flexmasks.block_mask(mask, 8).shape == (2, 3, 8, 8)
 
 
 def test_edges_of_a_dense_graph_take_no_more_than_its_tiles() -> None:
