@@ -138,7 +138,9 @@ def counts_of(mask: Mask, size: Size, block_size: tuple[int, int]) -> Tensor | N
 
     def check(found: Any) -> None:
         check_returned("counts", found, Tensor, "a tensor or None")
-        if found.is_floating_point() or found.ndim != 4 or [*found.shape[2:]] != blocks:
+        sizes = ((1, size.batch), (1, size.heads), *((n,) for n in blocks))
+        fits = found.ndim == 4 and all(n in allowed for n, allowed in zip(found.shape, sizes, strict=True))
+        if found.is_floating_point() or not fits:
             wanted = f"integers [batch or 1, heads or 1, {blocks[0]}, {blocks[1]}]"
             raise ValueError(f"`counts` must return {wanted} or None, got {in_message(found)}.")
 

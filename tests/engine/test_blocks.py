@@ -510,7 +510,9 @@ def test_counts_have_a_number_for_each_block() -> None:
     def counted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv
 
-    for found, words in ((torch.ones(2), r"integers \[batch or 1, heads or 1, 3, 2\]"), (3, "a tensor or None")):
+    integers = r"integers \[batch or 1, heads or 1, 3, 2\]"
+    others = torch.ones(2), torch.ones(2, 1, 3, 2, dtype=torch.int32)
+    for found, words in (*((x, integers) for x in others), (3, "a tensor or None")):
         flexmasks.register_mask(counts=lambda size, block_size, found=found: found)(counted)
         try:
             with pytest.raises((ValueError, TypeError), match=f"mask 'counted': `counts` must return {words}"):
