@@ -56,7 +56,7 @@ def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in
 
 
 def device_milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """A GPU's time of one call with empty caches, without the host's time; elsewhere, but for CUDA, wall time."""
+    """The time of one call: on CUDA the GPU's, with empty caches and without the host's; elsewhere wall time."""
     if device.type != "cuda":
         return wall_milliseconds(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -25,8 +25,8 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
     their backward passes. What torch needs of a mask is made before. What it cannot run, or has no memory for, is named
     below the table.
     """
-    backend = explain(q, k, v, mask=mask, score=score).backend
-    ours = f"flexmasks, backend {backend!r}"
+    backends = [explain(*_inputs(q, k, v, learns), mask=mask, score=score).backend for learns in _passes(q)]
+    ours = f"flexmasks, backend {backends[0]!r}"
     ways: dict[str, Callable[[], Attend]] = {
         ours: lambda: functools.partial(attention, mask=mask, score=score),
         "flex_attention, compiled": lambda: _flex(mask, score, q, k),
@@ -34,7 +34,7 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
     }
     calls: dict[str, Attend] = {}
     first_seconds: dict[str, float] = {}
-    left_out = []
+    notes = [] if backends[0] == backends[-1] else [f"flexmasks with gradients: backend {backends[-1]!r}"]
     for name, make in ways.items():
         progress(f"{name}: first call")
         try:
@@ -46,14 +46,14 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
         except Exception as error:  # a compiler may raise anything
             if name == ours:
                 raise
-            left_out.append(f"{name}, is left out: {str(error).splitlines()[0][:200]}")
+            notes.append(f"{name}, is left out: {str(error).splitlines()[0][:200]}")
     progress("timing")
     times = pass_times(calls, q, k, v)
     progress("")
     rows = [[name, seconds, *times[name]] for name, seconds in first_seconds.items()]
     headers = ["", "first call, s", *PASSES[: len(times[ours])]]
     about = f"{device_name(q.device)}, torch {torch.__version__}, {str(q.dtype).removeprefix('torch.')}"
-    return "\n".join([about, tabulate(rows, headers=headers, floatfmt=".3g"), *left_out])
+    return "\n".join([about, tabulate(rows, headers=headers, floatfmt=".3g"), *notes])
 
 
 def _passes(q: Tensor) -> tuple[bool, ...]:
@@ -70,8 +70,12 @@ def pass_times(calls: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dic
     return times
 
 
+def _inputs(q: Tensor, k: Tensor, v: Tensor, learns: bool) -> list[Tensor]:
+    return [x.detach().requires_grad_(learns) for x in (q, k, v)]
+
+
 def _pass(call: Attend, q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> None:
-    inputs = [x.detach().requires_grad_(learns) for x in (q, k, v)]
+    inputs = _inputs(q, k, v, learns)
     out = call(*inputs)
     if learns:
         torch.autograd.grad(out, inputs, torch.ones_like(out))

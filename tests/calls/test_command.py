@@ -264,6 +264,18 @@ def test_a_call_is_timed(score: list[str], capsys: pytest.CaptureFixture[str], m
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_backend_of_gradients_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Intel's and Apple's GPUs flex_attention has no gradients, and another backend runs them."""
+    monkeypatch.setattr(compare, "_pass", lambda *_, **__: None)
+    q, k, v = torch.zeros(3, 1, 2, 2048, 16)
+    mask = flexmasks.get_mask("sliding_window", window=8)
+    assert "gradients" not in compare.compare(mask, None, q, k, v)
+    monkeypatch.setattr(compare, "_passes", lambda q: (False, True))
+    shown = compare.compare(mask, None, q, k, v).splitlines()
+    assert shown[3].startswith("flexmasks, backend 'flex' ")
+    assert shown[-1] == "flexmasks with gradients: backend 'reference'"
+
+
 @pytest.mark.parametrize("kind", ["png", "pdf"])
 def test_pictures_without_matplotlib(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
