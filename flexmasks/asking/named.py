@@ -34,10 +34,9 @@ def entries_like(text: str) -> list[Any]:
         for word in wanted:
             rarity = math.log(1 + len(entries) / (1 + in_entries[word]))
             weight += rarity * max(_WEIGHTS[field] * _likeness(word, words[n, field]) for field in _WEIGHTS)
-        less = (
-            len(words[n, "name"] - wanted) / 10 - entry.peers.count(";") / 100
-        )  # what many libraries have comes first
-        weights[n] = weight / (1 + less)
+        others = len(words[n, "name"] - wanted)
+        libraries = entry.peers.count(";")  # what many libraries have comes first
+        weights[n] = weight / (1 + others / 10 - libraries / 100)
     most = max(weights.values())
     order = sorted((n for n in weights if weights[n] > _LEAST * most), key=lambda n: -weights[n])
     return [entries[n] for n in order[:_MOST]]
