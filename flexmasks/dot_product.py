@@ -17,7 +17,7 @@ from flexmasks.context import is_capturing, is_invariant, is_traced_or_transform
 from flexmasks.plans.held import HeldPlan
 from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.pairs import read_pairs
+from flexmasks.spec.pairs import mask_and_score, read_pairs
 
 if TYPE_CHECKING:
     from flexmasks.compat import BlockMask
@@ -109,7 +109,8 @@ def sdpa(
     device, sizes = query.device.type, (*q.shape[:3], k.shape[2])
     # With dropout a call of `attention` takes twice its time.
     most = _MOST_BLOCKS.get(device, 1.0) / (2 if dropout_p else 1)
-    found = read_pairs(pairs, sizes, most=None if must_be_ours else most)
+    # `_may_pay` has checked what `read_pairs` takes as checked.
+    found = mask_and_score(pairs, sizes) if must_be_ours else read_pairs(pairs, sizes, most=most)
     if found is None:
         return _torchs(query, key, value, attn_mask, **options)
     mask, score, visible_blocks = found

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
@@ -257,6 +258,20 @@ def test_inside_invariant_no_call_is_torchs(taken: list[dict[str, Any]]) -> None
         for options in ({}, {"is_causal": True}, {"attn_mask": shown}, {"attn_mask": torch.ones_like(shown)}):
             torch.testing.assert_close(flexmasks.sdpa(q, k, v, **options), TORCHS(q, k, v, **options))
     assert "torch" not in [call["mask"] for call in taken]
+
+
+def test_inside_invariant_tensors_that_do_not_fit_or_have_no_values() -> None:
+    q, visible = torch.randn(1, 2, 64, 16), torch.ones(64, 64).tril().bool()
+    with flexmasks.invariant():
+        with pytest.raises(ValueError, match="must broadcast to"):
+            flexmasks.sdpa(q, q, q, visible[:10])
+        with pytest.raises(TypeError, match="must be bool"):
+            flexmasks.sdpa(q, q, q, visible.int())
+        with pytest.raises(ValueError, match=r"a dimension that torch\.vmap hides"):
+            torch.func.vmap(lambda pairs: flexmasks.sdpa(q, q, q, pairs))(visible[None])
+        with FakeTensorMode() as mode:
+            fake, pairs = mode.from_tensor(q), mode.from_tensor(visible)
+            assert flexmasks.sdpa(fake, fake, fake, pairs).shape == q.shape
 
 
 # --- in place of torch's function ---
