@@ -121,7 +121,7 @@ def _has_row_for_each_query(value: Modifier, size: Size) -> bool:
     """Whether a table has a row for each query of the call, or one for all."""
     name, dimension = _TABLES.get(value.name, ("", 0))
     table = value.params.get(name)
-    if not (isinstance(table, Tensor) and is_dense(table)):
+    if not (isinstance(table, Tensor) and is_dense(table) and table.ndim >= -dimension):
         return False
     of_all = [size.batch * size.q_len] * (value.name == "topk" and table.ndim == 3)
     return table.shape[dimension] in (1, size.q_len, *of_all)

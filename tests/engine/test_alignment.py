@@ -62,6 +62,16 @@ def test_a_mask_whose_rows_differ_is_never_placed_by_chance(name: str) -> None:
         assert torch.equal(out, CALLS["attention"](q, k, mask=mask, q_offset=0))
 
 
+@pytest.mark.parametrize("mask", [
+    flexmasks.masks.topk(indices=torch.zeros(3, 2, dtype=torch.int64)),
+    flexmasks.masks.dense(visible=torch.ones(8, dtype=torch.bool)),
+])  # fmt: skip
+def test_a_table_of_too_few_dimensions_is_named(mask: flexmasks.Mask) -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 8, 8)
+    with pytest.raises(ValueError, match=rf"mask '{mask.name}': `(indices|visible)` must be (int|bool)\["):
+        CALLS["attention"](q, k, mask=mask)
+
+
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(names("score").keys() - {"packed"}))
