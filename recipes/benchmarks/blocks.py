@@ -185,7 +185,7 @@ def undecided_markdown(results: dict[str, Any]) -> str:
         f"tokens. For {exact} of them only partial blocks are looked at element by element. On "
         f"{results['machine']['device']}, torch {results['machine']['torch']}, finding the blocks takes "
         f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, and at most "
-        f"{slowest['ms']:.3g} ms (`{slowest['mask']}`). The table lists the masks for which "
+        f"{slowest['ms']:,.0f} ms (`{slowest['mask']}`). The table lists the masks for which "
         "other blocks are looked at, too, or more than a tenth of all blocks:"
     )
     cells = [
