@@ -88,8 +88,7 @@ def masked_softmax(
     scale = as_number(scale)
     check_scores("flexmasks.masked_softmax", x, scale, dtype, ndim=2)
     x = x if dtype is None else x.to(dtype)
-    if compat.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
-        raise RuntimeError("flexmasks.masked_softmax: torch.onnx.export needs dynamo=True.")
+    _check_export("flexmasks.masked_softmax")
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
         if q_offset is not None:
             raise TypeError("flexmasks.masked_softmax: a mask that is a tensor has no positions; leave out `q_offset`.")
@@ -100,6 +99,11 @@ def masked_softmax(
     scores = x if x.ndim == 4 else x.reshape(_with_heads(x.shape))
     out = _softmax(scores, *rows_of(mask, params, scores, q_offset), True, scale)
     return _watched(out if x.ndim == 4 else out.view(x.shape), mask, params, q_offset)
+
+
+def _check_export(call: str) -> None:
+    if compat.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        raise RuntimeError(f"{call}: torch.onnx.export needs dynamo=True.")
 
 
 def _with_heads(shape: torch.Size) -> tuple[int, ...]:
@@ -192,5 +196,6 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) 
         factor = cast(float, scale)
     check_scores("flexmasks.scaled_masked_softmax", x, factor)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
+    _check_export("flexmasks.scaled_masked_softmax")
     hidden = mask != 0 if mask.is_floating_point() else mask
     return _watched(_softmax(x, None, None, hidden, False, factor), mask)

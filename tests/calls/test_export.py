@@ -417,6 +417,23 @@ def test_programs_for_onnx_see_given_blocks(is_full: bool, monkeypatch: pytest.M
     torch.testing.assert_close(program.module()(q, k, v), F.scaled_dot_product_attention(q, k, v, visible[None]))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: flexmasks.masked_softmax(x, mask="causal"),
+        lambda x: flexmasks.scaled_masked_softmax(x, torch.zeros(1, 1, dtype=torch.bool)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_exports_by_tracing_of_a_softmax_are_refused(call: Callable[[Tensor], Tensor]) -> None:
+    class Softmax(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return call(x)
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="needs dynamo=True"):
+        torch.onnx.export(Softmax(), (torch.zeros(1, 2, 8, 8),), io.BytesIO(), dynamo=False)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_onnx() -> None:
     reference = pytest.importorskip("onnx.reference")
